@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         LRSchedule as LRSchedule,
         ModelCheckpoint,
         ProgressDisplay as ProgressDisplay,
+        Telemetry as Telemetry,
     )
     from etude.checkpoint import CheckpointManager as CheckpointManager
     from etude.config import register
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
         TrainingMetrics as TrainingMetrics,
     )
     from etude.models import MLP as MLP, CausalTransformerLM, LeNet5
+    from etude.monitor import Monitor as Monitor
     from etude.multimodal.codebooks import load_codebook as load_codebook, load_npz_key as load_npz_key
     from etude.multimodal.loss import MeaningfulLoss, combined_loss as combined_loss
     from etude.multimodal.tokenizers.scalar import ScalarTokenizer as ScalarTokenizer

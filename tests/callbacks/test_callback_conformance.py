@@ -108,10 +108,14 @@ def timeless(value: Any) -> Any:
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
+NO_STATE = (".lock", "events.jsonl", "status.json")
+"""Files that tell of times and resumes."""
+
+
 def contents(folder: Path) -> dict[str, Any]:
     """Return what all files of a folder say."""
     found: dict[str, Any] = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (".lock", "events.jsonl")):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in NO_STATE):
         name = str(path.relative_to(folder))
         if path.suffix == ".jsonl":
             found[name] = [timeless(json.loads(line)) for line in path.read_text().splitlines()]

@@ -1,6 +1,7 @@
 """RunRecorder: what a run leaves in metrics.jsonl and events.jsonl."""
 
 import json
+from typing import Any
 
 from callback_life import STEPS, Life
 
@@ -9,8 +10,12 @@ from etude.core import Clock, TrainingError
 from etude.monitor import RunFolder
 
 
+def read(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in folder.events_path.read_text().splitlines()]
+
+
 def events(folder: RunFolder) -> list[tuple[str, str]]:
-    return [(e["kind"], e["message"]) for e in map(json.loads, folder.events_path.read_text().splitlines())]
+    return [(e["kind"], e["message"]) for e in read(folder)]
 
 
 def test_log_points_validations_and_epochs(tmp_path):
@@ -34,7 +39,7 @@ def test_events_of_a_run_that_ends_and_one_that_stops_early(tmp_path):
     assert events(folder) == [("start", "life started"), ("checkpoint", "saved step-00000004"), ("end", "finished")]
     folder = RunFolder.create(tmp_path / "early")
     Life(folder.path).whole(RunRecorder(folder), EarlyStopping("loss", patience=0, min_delta=0.4))
-    assert events(folder)[-1] == ("stop", "stopped: loss has not improved for 1 epoch (best 0.5 in epoch 2)")
+    assert events(folder)[-1] == ("end", "loss has not improved for 1 epoch (best 0.5 in epoch 2)")
 
 
 def test_errors_and_interrupts_are_distinguished(tmp_path):
@@ -46,9 +51,10 @@ def test_errors_and_interrupts_are_distinguished(tmp_path):
     callbacks.on_exception(KeyboardInterrupt())
     assert events(folder) == [
         ("resume", "life resumed at step 4"),
-        ("error", "TrainingError: the loss is not finite"),
-        ("interrupt", "KeyboardInterrupt"),
+        ("end", "TrainingError: the loss is not finite"),
+        ("end", "KeyboardInterrupt"),
     ]
+    assert [e.get("status") for e in read(folder)] == [None, "failed", "interrupted"]
 
 
 def test_a_record_made_again_after_a_resume_is_written_once(tmp_path):
@@ -94,4 +100,4 @@ def test_control_is_shared_with_the_recorder(tmp_path):
 
     folder = RunFolder.create(tmp_path / "run")
     Life(folder.path).whole(Stop(), RunRecorder(folder))
-    assert events(folder)[-1] == ("stop", "stopped: enough")
+    assert events(folder)[-1] == ("end", "enough")

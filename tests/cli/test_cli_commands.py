@@ -33,7 +33,7 @@ def test_train_leaves_a_complete_run_folder(etude, config, tmp_path):
     folder = tmp_path / "run"
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        ".lock", "config.yaml", "metrics.jsonl", "events.jsonl", "env.json", "checkpoints", "result.json"
+        ".lock", "config.yaml", "metrics.jsonl", "events.jsonl", "env.json", "checkpoints", "result.json", "status.json"
     }  # fmt: skip
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["step"], result["epoch"]) == ("finished", 10, 2)

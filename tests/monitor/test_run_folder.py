@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from etude.core import RunFolderError
-from etude.monitor import FINISHED, EventLog, JsonlSink, RunFolder, default_run_dir, newest_run
+from etude.monitor import FINISHED, JsonlSink, RunFolder, default_run_dir, newest_run
 
 
 def holding_a_run(path: Path) -> RunFolder:
@@ -156,8 +156,8 @@ def test_trim_keeps_exactly_the_records_up_to_the_checkpoint(tmp_path_factory, s
 
 def test_trim_keeps_all_events_but_a_torn_one(tmp_path):
     folder = holding_a_run(tmp_path / "run")
-    events = EventLog(folder.events_path)
-    events.write("checkpoint", "saved", step=900)
+    events = JsonlSink(folder.events_path)
+    events.write({"kind": "checkpoint", "step": 900})
     events.close()
     with folder.events_path.open("ab") as file:
         file.write(b'{"kind": "chec')

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from etude.callbacks.csv_logger import CSVLogger
     from etude.callbacks.early_stopping import EarlyStopping
     from etude.callbacks.ema import EMA
+    from etude.callbacks.events import EventCallback, Telemetry
     from etude.callbacks.find_nonfinite import FindNonfinite
     from etude.callbacks.freeze import Freeze
     from etude.callbacks.gradient_health import GradientHealth
@@ -26,6 +27,7 @@ __all__ = [
     "Callback",
     "CallbackList",
     "EarlyStopping",
+    "EventCallback",
     "FindNonfinite",
     "Freeze",
     "GradientHealth",
@@ -35,6 +37,7 @@ __all__ = [
     "ProgressDisplay",
     "RunInfo",
     "RunRecorder",
+    "Telemetry",
     "TextSamples",
 ]
 

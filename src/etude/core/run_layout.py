@@ -5,7 +5,18 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-OWN_FILES = frozenset(["config.yaml", "metrics.jsonl", "events.jsonl", "env.json", "result.json", ".lock"])
+OWN_FILES = frozenset(
+    [
+        "config.yaml",
+        "metrics.jsonl",
+        "events.jsonl",
+        "media.jsonl",
+        "env.json",
+        "status.json",
+        "result.json",
+        ".lock",
+    ]
+)
 """Files that a run writes into its folder, besides `samples.txt`, which a callback writes."""
 
 CHECKPOINTS = "checkpoints"

@@ -47,6 +47,7 @@ from etude.core import Clock, Control, Loader, StepReport, Task
 from etude.core.monitor import Best
 from etude.engine.precision import MixedPrecision
 from etude.engine.update import LearningRate
+from etude.monitor.events import Media
 
 if TYPE_CHECKING:
     from etude.engine.callback_list import CallbackList
@@ -196,6 +197,9 @@ class Callback:
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Called when a callback notifies the user: with the message, and with facts for programs."""
 
+    def on_media(self, name: str, media: Media, data: Any) -> None:
+        """Called when a callback publishes a text, a matrix or a picture."""
+
     def device_update(self) -> Callable[[Tensor], None] | None:
         """Return a function that every step calls after its update, or None.
 
@@ -221,6 +225,14 @@ class Callback:
             self._siblings.on_notice(message, facts)
         else:
             logger.warning(message)
+
+    def publish(self, name: str, media: Media, data: Any) -> None:
+        """Publish a text, a matrix (`{"classes": …, "matrix": …}`) or the path of a picture, for every callback.
+
+        The run folder keeps it, and sinks and the dashboard show it, with the step.
+        """
+        if self._siblings is not None:
+            self._siblings.on_media(name, media, data)
 
     @classmethod
     def writes(cls, arguments: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG003

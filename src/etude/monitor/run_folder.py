@@ -3,6 +3,8 @@
 config.yaml      the complete resolved config; a folder with this file holds a run
 metrics.jsonl    one record per log point, validation and epoch
 events.jsonl     what happened: start, phases, checkpoints, warnings, errors, end
+media.jsonl      texts, matrices and pictures by step, if there are any
+status.json      a heartbeat while the run is alive, then how it ended
 env.json         versions, device, commit, command line
 checkpoints/     where `etude resume` continues from
 result.json      the outcome, written at the end
@@ -29,7 +31,7 @@ from etude.core.files import FolderLock, LockHeld, replacing, write_text
 from etude.core.run_layout import CHECKPOINTS
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment
-from etude.monitor.sinks import decode, plain, read_jsonl
+from etude.monitor.jsonl import decode, plain, read_jsonl
 
 SAMPLES = "samples.txt"
 FINISHED = "finished"
@@ -46,6 +48,8 @@ class RunFolder:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
+        self.media_path = self.path / "media.jsonl"
+        self.status_path = self.path / "status.json"
         self.environment_path = self.path / "env.json"
         self.result_path = self.path / "result.json"
         self.samples_path = self.path / SAMPLES
@@ -229,8 +233,9 @@ class RunFolder:
         they start again.
         """
         try:
-            if self.metrics_path.exists():
-                _trim_jsonl(self.metrics_path, keep=lambda record: _step(record) <= step)
+            for path in (self.metrics_path, self.media_path):
+                if path.exists():
+                    _trim_jsonl(path, keep=lambda record: _step(record) <= step)
             if self.events_path.exists():
                 _trim_jsonl(self.events_path, keep=lambda event: event.get("kind") != "phase" or _step(event) <= step)
         except OSError as error:
@@ -240,7 +245,7 @@ class RunFolder:
         """Remove the files that a run has written here and nothing else; the caller must hold the lock."""
         if not self.holds_run and not self.is_used:
             return
-        files = (self.events_path, self.environment_path, self.samples_path)
+        files = (self.events_path, self.media_path, self.status_path, self.environment_path, self.samples_path)
         try:
             for name in made_in(self.checkpoints_path, self.path):
                 path = self.checkpoints_path / name

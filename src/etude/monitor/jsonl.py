@@ -1,10 +1,9 @@
-"""Records as lines of JSON, and the event log. A full disk costs records, never the run."""
+"""Records as lines of JSON. A full disk costs records, never the run."""
 
 import json
 import logging
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -81,15 +80,6 @@ class JsonlSink(AppendFile):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record; `tail -f` shows it at once."""
         self.add(encode(record) + "\n")
-
-
-class EventLog(AppendFile):
-    """The events of a run, for people and programs: one JSON line per event."""
-
-    def write(self, kind: str, message: str, **fields: Any) -> None:
-        """Append an event: its kind, a message, and further fields."""
-        event = {"time": round(time.time(), 3), "kind": kind, "message": message, **fields}
-        self.add(encode(event) + "\n")
 
 
 def encode(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,213 @@
+"""The event stream of a run: one typed object for each thing that a program may want to know.
+
+    RunStarted          a run, or a part of one after a resume, begins
+    EpochStarted
+    StepsLogged         averages since the last log point
+    Validated           metrics of a validation
+    EpochEnded          averages of an epoch, with its validation
+    CheckpointSaved     a checkpoint is safely on disk
+    PhaseStarted        a phase of a curriculum begins
+    Warned              something looks wrong
+    Recovered           something went wrong and was handled: skipped updates, a damaged checkpoint
+    Noted               another message: how the step is executed, parameters that are trained from now on
+    MediaLogged         a text, a matrix or a picture
+    RunEnded            finished, stopped, interrupted or failed
+
+Every event knows its time (seconds since 1970), step and epoch (counted from zero). `record_of` returns it as plain
+data, in the form of the run folder's files, and `event_of` reads that back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+Media = Literal["text", "matrix", "image"]
+Status = Literal["finished", "stopped", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What all events have."""
+
+    kind: ClassVar[str] = ""
+    time: float
+    step: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """A run begins, or continues from a checkpoint if `resumed`."""
+
+    kind: ClassVar[str] = "start"
+    message: str = ""
+    name: str = ""
+    device: str = ""
+    resumed: bool = False
+    total_steps: int | None = None
+    total_epochs: int | None = None
+    steps_per_epoch: int | None = None
+    parameters: int = 0
+    trainable: int = 0
+    """Parameters that are trained."""
+    monitor: str = ""
+    """The metric by which the run is judged."""
+    mode: str = ""
+    run_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochStarted(Event):
+    """The first step of an epoch follows."""
+
+    kind: ClassVar[str] = "epoch_start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsEvent(Event):
+    """Base class of events with metrics; `split` is the name of their records in metrics.jsonl."""
+
+    split: ClassVar[str] = ""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsLogged(MetricsEvent):
+    """Averages since the last log point."""
+
+    kind: ClassVar[str] = "log"
+    split: ClassVar[str] = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validated(MetricsEvent):
+    """Metrics of a validation; their names start with `val_`."""
+
+    kind: ClassVar[str] = "validation"
+    split: ClassVar[str] = "val"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEnded(MetricsEvent):
+    """Averages of an epoch, with those of its validation."""
+
+    kind: ClassVar[str] = "epoch"
+    split: ClassVar[str] = "epoch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is safely on disk."""
+
+    kind: ClassVar[str] = "checkpoint"
+    message: str = ""
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message(Event):
+    """Base class of events that are messages; `facts` are plain data for programs."""
+
+    message: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStarted(Message):
+    """A phase begins; its facts are number, tasks, weights …"""
+
+    kind: ClassVar[str] = "phase"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned(Message):
+    """Something looks wrong."""
+
+    kind: ClassVar[str] = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered(Message):
+    """Something went wrong and was handled."""
+
+    kind: ClassVar[str] = "recovery"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted(Message):
+    """Another message; `topic` tells about what: execution, restore, unfreeze …"""
+
+    kind: ClassVar[str] = "note"
+    topic: str = "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaLogged(Event):
+    """A text, a matrix (a confusion matrix with its classes) or the path of a picture."""
+
+    kind: ClassVar[str] = "media"
+    name: str
+    media: Media
+    data: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded(Event):
+    """The run is over, or this part of it."""
+
+    kind: ClassVar[str] = "end"
+    status: Status = "finished"
+    message: str = ""
+    """Why it ended."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+_METRICS = {one.split: one for one in (StepsLogged, Validated, EpochEnded)}
+_OTHERS = {
+    one.kind: one
+    for one in (RunStarted, EpochStarted, CheckpointSaved, PhaseStarted, Warned, Recovered, MediaLogged, RunEnded)
+}
+
+
+def record_of(event: Event) -> dict[str, Any]:
+    """Return an event as plain data, as it is written to a file of the run folder.
+
+    >>> record_of(StepsLogged(time=9.0, step=100, epoch=1, metrics={"loss": 0.5}))
+    {'step': 100, 'epoch': 1, 'split': 'train', 'time': 9.0, 'loss': 0.5}
+    >>> record_of(Warned(time=9.0, step=100, message="no gradient", facts={"layers": ["fc"]}))
+    {'time': 9.0, 'kind': 'warning', 'step': 100, 'epoch': 0, 'message': 'no gradient', 'layers': ['fc']}
+    """
+    if isinstance(event, MetricsEvent):
+        place = {"step": event.step, "epoch": event.epoch, "split": event.split, "time": event.time}
+        return {**place, **{name: value for name, value in event.metrics.items() if name not in place}}
+    named = {one.name: getattr(event, one.name) for one in fields(event)}
+    named.pop("time")
+    facts = named.pop("facts", {})
+    kind = "resume" if named.get("resumed") else named.pop("topic", event.kind)
+    return {"time": event.time, "kind": kind, **named, **{key: one for key, one in facts.items() if key not in named}}
+
+
+def event_of(record: Mapping[str, Any]) -> Event:
+    """Return the event of a record; keys that it does not know, as those of another version, are dropped.
+
+    >>> event_of({"time": 9.0, "kind": "unfreeze", "step": 3, "message": "2 more", "epoch": 1})
+    Noted(time=9.0, step=3, epoch=1, message='2 more', facts={}, topic='unfreeze')
+    """
+    place: dict[str, Any] = {
+        "time": float(record.get("time") or 0),
+        "step": record.get("step") or 0,
+        "epoch": record.get("epoch") or 0,
+    }
+    rest = {key: value for key, value in record.items() if key not in (*place, "kind", "split")}
+    if (split := record.get("split")) in _METRICS:
+        return _METRICS[split](**place, metrics=rest)
+    kind = str(record.get("kind"))
+    made: Any = RunStarted if kind == "resume" else _OTHERS.get(kind, Noted)
+    known = {one.name for one in fields(made)}
+    if "facts" in known:
+        message = str(rest.pop("message", ""))
+        topic = {"topic": kind} if made is Noted else {}
+        return made(**place, message=message, facts=rest, **topic)  # type: ignore[no-any-return]
+    given = {key: value for key, value in rest.items() if key in known}
+    missing = {key: "" for key in ("path", "name", "media", "data") if key in known and key not in given}
+    return made(**place, **given, **missing)  # type: ignore[no-any-return]

@@ -1,0 +1,195 @@
+"""The live state of a run, read from its folder by any process, also if the run has died."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.core.errors import RunFolderError
+from etude.monitor.heartbeat import INTERVAL_S
+from etude.monitor.reading import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    RESULT,
+    STATUS,
+    Follower,
+    last_records,
+    read_config,
+    read_json,
+)
+
+PATIENCE = 4
+"""Missing heartbeats after which a run counts as lost."""
+ENDS = ("finished", "stopped", "interrupted", "failed")
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """A snapshot of a run. Times are seconds since 1970, durations seconds; None where nothing is known."""
+
+    path: Path
+    name: str
+    state: str
+    """running, finished, stopped, interrupted, failed, or lost: its heartbeat stopped without a word."""
+    activity: str = ""
+    """What a running one does: training or validating."""
+    step: int = 0
+    total_steps: int | None = None
+    epoch: int = 0
+    """Epochs completed."""
+    total_epochs: int | None = None
+    phase: str = ""
+    steps_per_s: float | None = None
+    left_s: float | None = None
+    """Estimated time until its end."""
+    started: float | None = None
+    duration_s: float = 0.0
+    """Time in which it ran, without pauses before a resume."""
+    resumes: int = 0
+    heartbeat: float | None = None
+    """When it last showed that it is alive."""
+    last_step_time: float | None = None
+    """When a step was last finished, to the precision of the heartbeat."""
+    monitor: str = ""
+    mode: str = ""
+    best: dict[str, Any] | None = None
+    """The best value of the monitored metric: value, step, epoch (counted from 1)."""
+    last: dict[str, Any] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last metrics of each name that were recorded."""
+    message: str = ""
+    """The reason of its end, or its last warning."""
+
+    @property
+    def progress(self) -> float | None:
+        """The share of the steps that are done."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else None
+
+
+class Monitor:
+    """Follows one run: `read` returns its state now, and costs little even if the run is long.
+
+    >>> Monitor("runs/nothing")
+    Traceback (most recent call last):
+    etude.core.errors.RunFolderError: runs/nothing holds no run: there is no config.yaml
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir)
+        if not (self.path / CONFIG).is_file():
+            raise RunFolderError(f"{self.path} holds no run: there is no {CONFIG}")
+        self._events = Follower(self.path / EVENTS)
+        self._restarts = 0
+        self._history = _History()
+        self._name = ""
+
+    def read(self) -> RunStatus:
+        """Return the state of the run at this moment."""
+        history, beat, result = self._read_events(), read_json(self.path / STATUS), read_json(self.path / RESULT)
+        status = RunStatus(self.path, history.name or self._config_name(), "", total_epochs=history.total_epochs)
+        status.phase, status.message, status.resumes = history.phase, history.message, history.resumes
+        status.state = self._state(history, beat, result)
+        status.total_steps = history.total_steps
+        status.step, status.epoch = beat.get("step") or result.get("step") or 0, beat.get("epoch") or 0
+        status.heartbeat, status.last_step_time = beat.get("time", history.last_time), beat.get("step_time")
+        status.started, status.duration_s = history.started, history.duration_s
+        if history.is_open and status.heartbeat is not None and history.begun is not None:
+            status.duration_s += max(0.0, status.heartbeat - history.begun)
+        judged: dict[str, Any] = {
+            **beat,
+            **{key: result[key] for key in ("monitor", "mode", "best", "last") if key in result},
+        }
+        status.monitor, status.mode = judged.get("monitor") or history.monitor, judged.get("mode") or history.mode
+        status.best, status.last = judged.get("best"), judged.get("last")
+        self._add_metrics(status)
+        if status.state == "running":
+            status.activity, status.steps_per_s = beat.get("activity", ""), beat.get("steps_per_s")
+            if status.steps_per_s and status.total_steps:
+                status.left_s = max(0, status.total_steps - status.step) / status.steps_per_s
+        return status
+
+    def _state(self, history: "_History", beat: dict[str, Any], result: dict[str, Any]) -> str:
+        if result.get("status") == "finished":
+            return "finished"
+        if not history.is_open and history.status:
+            return history.status
+        if beat.get("state") in ENDS and beat.get("time", 0) >= (history.begun or 0):
+            return str(beat["state"])
+        patience = PATIENCE * float(beat.get("interval_s") or INTERVAL_S)
+        seen = beat.get("time") or history.last_time
+        return "running" if seen is not None and time.time() - seen <= patience else "lost"
+
+    def _read_events(self) -> "_History":
+        while True:
+            records = self._events.read()
+            if self._events.restarts != self._restarts:
+                self._restarts, self._history = self._events.restarts, _History()
+            for record in records:
+                self._history.add(record)
+            if not records:
+                return self._history
+
+    def _add_metrics(self, status: RunStatus) -> None:
+        for record in last_records(self.path / METRICS):
+            status.step = max(status.step, record.get("step") or 0)
+            values = {name: one for name, one in record.items() if isinstance(one, (int, float)) and one is not True}
+            status.metrics |= {name: one for name, one in values.items() if name not in ("step", "epoch", "time")}
+
+    def _config_name(self) -> str:
+        if not self._name:
+            self._name = str(read_config(self.path).get("name") or self.path.name)
+        return self._name
+
+
+@dataclass(slots=True)
+class _History:
+    """What the events of a run say."""
+
+    name: str = ""
+    status: str = ""
+    message: str = ""
+    phase: str = ""
+    monitor: str = ""
+    mode: str = ""
+    started: float | None = None
+    begun: float | None = None
+    """When it was started or resumed for the last time."""
+    last_time: float | None = None
+    duration_s: float = 0.0
+    resumes: int = 0
+    is_open: bool = False
+    """Whether it has begun and not ended."""
+    total_steps: int | None = None
+    total_epochs: int | None = None
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add an event."""
+        kind, now = record.get("kind"), record.get("time")
+        if kind in ("start", "resume"):
+            self._begin(record)
+        elif kind == "end":
+            self._close(now)
+            self.is_open, self.status, self.message = (
+                False,
+                str(record.get("status", "")),
+                record.get("message") or "",
+            )
+        elif kind == "phase":
+            self.phase = str(record.get("phase", ""))
+        elif kind in ("warning", "recovery"):
+            self.message = str(record.get("message", ""))
+        self.last_time = now if isinstance(now, (int, float)) else self.last_time
+
+    def _begin(self, record: dict[str, Any]) -> None:
+        self._close(self.last_time)  # it was killed
+        self.resumes += record.get("kind") == "resume"
+        self.begun, self.is_open, self.status, self.message = record.get("time"), True, "", ""
+        self.started = self.started if self.started is not None else self.begun
+        for key in ("name", "monitor", "mode", "total_steps", "total_epochs"):
+            if record.get(key) is not None:
+                setattr(self, key, record[key])
+
+    def _close(self, now: float | None) -> None:
+        if self.is_open and now is not None and self.begun is not None:
+            self.duration_s += max(0.0, now - self.begun)
