@@ -25,10 +25,20 @@ from etude import (
     TrainingMetrics,
     ValidationLoop,
 )
-from etude.callbacks import EMA, Callback, FindNonfinite, Freeze, ProgressDisplay, RunRecorder, TextSamples
+from etude.callbacks import (
+    EMA,
+    Callback,
+    EventCallback,
+    FindNonfinite,
+    Freeze,
+    ProgressDisplay,
+    RunRecorder,
+    Telemetry,
+    TextSamples,
+)
 from etude.core import ConfigError
 from etude.losses import ClassificationLoss
-from etude.monitor import RunFolder
+from etude.monitor import EpochEnded, RunFolder
 from etude.multitask import (
     CurriculumCallback,
     LinearHead,
@@ -154,7 +164,13 @@ def averages(case):
     return callback, lambda door: int(callback.average.count) == EPOCHS * 6 and callback.is_swapped
 
 
+def passes_events_on(case):
+    events = []
+    return Telemetry(events.append), lambda door: any(isinstance(one, EpochEnded) for one in events)
+
+
 CALLBACKS = {
+    Telemetry: passes_events_on,
     EMA: averages,
     Freeze: freezes,
     EarlyStopping: stops,
@@ -259,7 +275,7 @@ def test_all_callbacks_of_the_package_are_here():
     rooms = (etude.callbacks, etude.multitask)
     found = {getattr(room, name) for room in rooms for name in room.__all__}
     kinds = {one for one in found if isinstance(one, type) and issubclass(one, Callback) and one is not Callback}
-    assert kinds - {TaskGradientWatcher} == set(CALLBACKS)  # a base class
+    assert kinds - {TaskGradientWatcher, EventCallback} == set(CALLBACKS)  # base classes
 
 
 class Misspelt(Callback):
