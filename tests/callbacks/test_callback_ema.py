@@ -160,10 +160,31 @@ def test_an_average_that_begins_with_a_resume_is_a_copy_of_what_was_loaded(tmp_p
     assert all(torch.equal(one, resumed.model.get_parameter(n)) for n, one in average_of(resumed).weights().items())
 
 
-def test_resuming_without_it_is_reported(tmp_path, caplog):
-    run(1, tmp_path).train()
-    run(2, tmp_path, ema=None, resume=True)
-    assert any("EMA.0" in record.message for record in caplog.records)
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_run_resumed_without_it_trains_on_with_the_raw_weights_and_says_so(validate, tmp_path, caplog):
+    """It ends as a run that never had an average; before it trains, what was validated can still be evaluated."""
+    validated = run(1, tmp_path, ema={"decay": 0.9, "validate": validate}).train()["val_loss"]
+    resumed, straight = run(3, tmp_path, ema=None, resume=True), run(3, ema=None)
+    assert [("ema" in record.message, "raw weights" in record.message) for record in caplog.records] == [(True, True)]
+    assert resumed.evaluate()["loss"] == pytest.approx(validated, rel=1e-6)
+    resumed.train(), straight.train()
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_tied_weights_of_a_run_resumed_without_it(tmp_path):
+    def tied(epochs, ema, folder=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+        model[2].weight = model[0].weight
+        config = {"epochs": epochs, "batch_size": 4, "device": "cpu", "ema": ema, "learning_rate": 0.02}
+        return Trainer(model, DATA, config=config, progress=False, output_dir=folder, resume=folder is not None)
+
+    tied(1, 0.9, tmp_path).train()
+    resumed, straight = tied(2, None, tmp_path), tied(2, None)
+    resumed.train(), straight.train()
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
 def test_averages_of_other_parameters_are_refused(tmp_path):

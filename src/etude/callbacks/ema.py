@@ -1,6 +1,6 @@
 """An exponential moving average of the weights beside the trained ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -8,8 +8,8 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from etude.checkpoint import check_kind, record_of
-from etude.checkpoint.trust import check_tensor
+from etude.checkpoint import Checkpoint, check_kind, record_of
+from etude.checkpoint.trust import check_tensor, errors_of
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError
 from etude.core.arguments import checked
@@ -167,3 +167,23 @@ class EMA(Callback):
                 own.copy_(saved[name])
             self.average.count.copy_(state["count"])
         self.is_swapped, self._loaded = state["is_swapped"], {}
+
+
+def take_averages(checkpoint: Checkpoint, keys: Collection[str]) -> dict[str, Any] | None:
+    """Take the states of averages out of a checkpoint whose run has no callbacks for them, of all its `keys`.
+
+    Returns the state of the model to train on with: the raw weights in place of the averages. None if there are none.
+    """
+    saved = checkpoint.state.get("callbacks") if isinstance(checkpoint.state, dict) else None
+    if not isinstance(saved, dict):  # restoring it will say what is wrong
+        return None
+    found = {key: saved.pop(key) for key in list(saved) if key.startswith("EMA.") and key not in keys}
+    model = dict(checkpoint.model_state)
+    for key, state in found.items():
+        with errors_of(checkpoint.path, f"callbacks.{key}"):
+            check_kind(_STATE, state, "state")
+            for name, raw in state["weights"].items() if state["is_swapped"] else ():
+                check_tensor(raw, checkpoint.model_state[name], f"weights.{name}")
+                average = checkpoint.model_state[name]
+                model |= {other: raw for other, one in checkpoint.model_state.items() if one is average}
+    return model if found else None

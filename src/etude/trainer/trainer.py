@@ -1,5 +1,6 @@
 """`Trainer`: the main class for Python users. It assembles a run and runs the loop."""
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 
+from etude.callbacks.ema import take_averages
+from etude.checkpoint import load_model_state
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
 from etude.core.model_record import model_record
@@ -40,6 +43,8 @@ from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, co
 from etude.trainer.output import Folder, Output
 from etude.trainer.sanity_check import check_validation
 
+logger = logging.getLogger("etude")
+
 
 class Trainer:
     """Trains any `nn.Module`: `Trainer(model, train_loader, val_loader, config={"epochs": 3}).train()`.
@@ -52,6 +57,8 @@ class Trainer:
     _interrupts: Interrupts | None = None
     """Those of the current or last training."""
     _is_training = False
+    _raw: dict[str, Any] | None = None
+    """The state of the model to train on with, if the loaded checkpoint has an average that this run lacks."""
 
     def __init__(
         self,
@@ -179,6 +186,9 @@ class Trainer:
         self.callbacks.control.begin()
         self.learning_rate.follow(self.config)
         self.output.unload_best(self.model)
+        if self._raw is not None:
+            load_model_state(self.model, self._raw)
+            self._raw = None
         clock = self.state.clock
         accumulated = self.loaders.accumulator.steps_at(clock.epoch)
         recomputable = self.model if self.config.recomputed_blocks is None else None
@@ -220,9 +230,17 @@ class Trainer:
         """
         checkpoint = self.output.read(Path(path), self.check_facts)
         metrics = checkpoint.metrics  # before anything changes, since they may be malformed
+        raw = take_averages(checkpoint, self.callbacks.by_key())
         with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
             self.state.restore(checkpoint)
         self.output.loaded(checkpoint.path, metrics)
+        self._raw = raw
+        if raw is not None and self.machine.world.is_main:
+            logger.warning(
+                "%s has a moving average of the weights, but this run has no ema: it is evaluated, but training "
+                "continues from the raw weights and drops it; set training.ema to continue it",
+                checkpoint.path,
+            )
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
         """Raise CheckpointError if the data stored in the checkpoint at `place` belongs to another run."""
