@@ -88,6 +88,15 @@ def test_labels_equal_scikit_learn_one_by_one(kind, dtype, missing):
     assert list(named.results()) == [f"{kind.name}_{one}" for one in "abcd"]
 
 
+@pytest.mark.parametrize("kind", PEERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_logits_are_not_rounded(kind, dtype):
+    logits, generator = sample(2, (300, 2))
+    logits, targets = logits.to(dtype), torch.randint(2, (300,), generator=generator)
+    scores = logits[:, 1].double() - logits[:, 0].double()
+    assert fed(kind(), logits, targets) == pytest.approx(peer(kind, targets.numpy(), scores.numpy()), abs=1e-9)
+
+
 def test_counted_and_kept_scores_add_up():
     scores, generator = sample(4, (300,), ties=True)
     targets = (torch.rand(300, generator=generator) < 0.4).long()

@@ -46,7 +46,10 @@ def binary_scores(predictions: Tensor, targets: Tensor, who: str) -> Tensor:
             f"classes or num_labels for labels; binary predictions have the shape of the targets, or are logits "
             f"with a last dimension of 1 or 2"
         )
-    return predictions[..., -1] if predictions.shape[-1] == 1 else predictions[..., 1] - predictions[..., 0]
+    if predictions.shape[-1] == 1:
+        return predictions[..., 0]
+    wide = predictions if predictions.dtype is torch.float64 else predictions.float()  # half would round the difference
+    return wide[..., 1] - wide[..., 0]
 
 
 def predicted_positives(predictions: Tensor, targets: Tensor, threshold: float, who: str) -> tuple[Tensor, Tensor]:
