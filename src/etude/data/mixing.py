@@ -28,7 +28,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 
 class Mixing(ABC):
-    """Mixes every sample with the one before it; labels become probabilities of classes."""
+    """Mixes the samples of each pair, 0 and 1, 2 and 3 …; labels become probabilities of classes."""
 
     def __init__(self, num_classes: int, probability: float) -> None:
         self.num_classes, self.probability = num_classes, probability
@@ -50,7 +50,7 @@ class Mixing(ABC):
             mixed = {key: mix(self._input(parts[key], len(soft))) for key in inputs}
             share = next(iter(mixed.values()))[1]
             parts |= {key: value for key, (value, _) in mixed.items()}
-            soft = torch.lerp(soft.roll(1, 0), soft, share)
+            soft = torch.lerp(partners(soft), soft, share)
         return with_parts(batch, {**parts, place: soft})
 
     def _soft(self, labels: Any) -> Tensor:
@@ -94,7 +94,7 @@ class Mixup(Mixing):
     def draw(self, random: Random) -> Callable[[Tensor], tuple[Tensor, float]]:
         """Draw the share from a beta distribution."""
         share = random.betavariate(self.alpha, self.alpha)
-        return lambda inputs: (torch.lerp(inputs.roll(1, 0), inputs, share), share)
+        return lambda inputs: (torch.lerp(partners(inputs), inputs, share), share)
 
 
 @register("batch_transform", "cutmix")
@@ -121,7 +121,7 @@ class CutMix(Mixing):
             ]
             (top, bottom), (left, right) = edges
             mixed = images.clone()
-            mixed[..., top:bottom, left:right] = images.roll(1, 0)[..., top:bottom, left:right]
+            mixed[..., top:bottom, left:right] = partners(images)[..., top:bottom, left:right]
             return mixed, 1.0 - (bottom - top) * (right - left) / (sizes[0] * sizes[1])
 
         return cut
@@ -147,6 +147,17 @@ class MixupOrCutMix(Mixing):
     def draw(self, random: Random) -> Callable[[Tensor], tuple[Tensor, float]]:
         """Draw which of the two, and its random numbers."""
         return (self.cutmix if random.random() < self.switch_probability else self.mixup).draw(random)
+
+
+def partners(samples: Tensor) -> Tensor:
+    """Return the sample that each one is mixed with: pairs, so that even shares of a batch are mixed like the whole.
+
+    >>> partners(torch.arange(5)).tolist()
+    [1, 0, 3, 2, 3]
+    """
+    count = len(samples)
+    places = torch.arange(count, device=samples.device) ^ 1
+    return samples[torch.where(places < count, places, max(count - 2, 0))]
 
 
 def _place_of_labels(parts: dict[Any, Any]) -> Any:

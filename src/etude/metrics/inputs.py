@@ -48,7 +48,9 @@ def binary_scores(predictions: Tensor, targets: Tensor, who: str) -> Tensor:
         )
     if predictions.shape[-1] == 1:
         return predictions[..., 0]
-    wide = predictions if predictions.dtype is torch.float64 else predictions.float()  # half would round the difference
+    wide = (
+        predictions if predictions.dtype is torch.float64 else predictions.float()
+    )  # half would round the difference
     return wide[..., 1] - wide[..., 0]
 
 
