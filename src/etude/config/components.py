@@ -43,7 +43,7 @@ _HOMES = {
         "metrics.regression": "mae mse r2 rmse spearman",
     },
     "model": {
-        "models.huggingface": "huggingface huggingface_causal_lm",
+        "models.huggingface": "huggingface huggingface_causal_lm huggingface_classifier",
         "models.lenet5": "lenet5",
         "models.mlp": "mlp",
         "models.text_classifier": "text_classifier",

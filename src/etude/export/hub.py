@@ -117,6 +117,8 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 def _write(model: nn.Module, folder: Path, card: Card, tokenizer: str | Path | None) -> None:
     if isinstance(model, SavesItself):
         card.transformers_class = type(model).__name__
+        if names := card.details.get("id2label"):
+            model.config.id2label, model.config.label2id = dict(names), {name: place for place, name in names.items()}
         model.save_pretrained(str(folder))
         original = Path(str(getattr(model, "name_or_path", "") or ""))
         tokenizer = original if tokenizer is None and (original / "tokenizer_config.json").is_file() else tokenizer

@@ -6,7 +6,7 @@ from etude.lazy import load_late
 
 if TYPE_CHECKING:
     from etude.models.features import Features, feature_dim
-    from etude.models.huggingface import huggingface_causal_lm
+    from etude.models.huggingface import huggingface_causal_lm, huggingface_classifier
     from etude.models.lenet5 import LeNet5
     from etude.models.mlp import MLP
     from etude.models.text_classifier import TextClassifier
@@ -20,6 +20,7 @@ __all__ = [
     "TextClassifier",
     "feature_dim",
     "huggingface_causal_lm",
+    "huggingface_classifier",
 ]
 
 __getattr__ = load_late(__name__, __file__)

@@ -175,7 +175,7 @@ def _parse(line: bytes, text: str, label: str | None, where: str) -> LabeledText
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise DataError(f"{where}: not JSON in UTF-8 ({error})") from error
+        raise DataError(f"{where}: not JSON in UTF-8 ({error}); texts are read from .jsonl files") from error
     if not isinstance(entry, dict):
         wanted = " and ".join(repr(key) for key in (text, label) if key is not None)
         raise DataError(f"{where}: a {type(entry).__name__}; every line must be an object with {wanted}")
