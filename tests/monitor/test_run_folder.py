@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from etude.core import RunFolderError
 from etude.monitor import FINISHED, JsonlSink, RunFolder, default_run_dir, newest_run
+from unprivileged import unprivileged
 
 
 def holding_a_run(path: Path) -> RunFolder:
@@ -88,11 +90,13 @@ def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path, setting):
     assert place.read_text() == "precious"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_folder(tmp_path):
-    (tmp_path / "run").mkdir(mode=0o555)
-    with pytest.raises(RunFolderError, match="Permission denied; choose a writable --run-dir"):
-        RunFolder.create(tmp_path / "run")
+def test_read_only_folder():
+    with tempfile.TemporaryDirectory() as folder:  # others may read it, unlike `tmp_path`
+        Path(folder).chmod(0o755)
+        Path(folder, "run").mkdir(mode=0o555)
+        with unprivileged(), pytest.raises(RunFolderError, match="Permission denied; choose a writable --run-dir"):
+            RunFolder.create(Path(folder, "run"))
+        assert not list(Path(folder, "run").iterdir())
 
 
 def test_open_says_what_is_wrong(tmp_path):

@@ -18,6 +18,7 @@ import etude
 from etude import DataLoader, MultiTask, MultiTaskModel, TaskSpec, Trainer
 from etude.core import ConfigError, DataError, TrainingError
 from etude.data import LoaderData, StreamLoader, TensorData
+from etude.data.catalog.texts import TextRows
 from etude.multitask.heads import LinearHead
 
 X = torch.linspace(-1, 1, 23 * 4).view(23, 4)
@@ -146,9 +147,8 @@ def test_padded_sequences_give_a_list():
 
 
 def test_samples_in_buckets_come_in_order():
-    ids = pytest.importorskip("etude.data.catalog.texts")
     lengths = np.array([5, 1, 4, 2, 3, 1, 6])
-    rows = ids.TextRows(np.arange(22, dtype=np.int32), np.cumsum(lengths), np.zeros(7, np.int64), np.arange(7))
+    rows = TextRows(np.arange(22, dtype=np.int32), np.cumsum(lengths), np.zeros(7, np.int64), np.arange(7))
 
     class First(nn.Module):
         def forward(self, input_ids, attention_mask):
