@@ -40,7 +40,7 @@ class ArrowReader:
         names = [str(place) for place in range(layout.columns)]
         self._options = {
             "parse_options": csv.ParseOptions(
-                delimiter=layout.delimiter, quote_char=False, escape_char=False, ignore_empty_lines=True
+                delimiter=layout.delimiter, quote_char=False, escape_char=False, ignore_empty_lines=False
             ),
             "convert_options": csv.ConvertOptions(
                 column_types=types, include_columns=list(types), null_values=_NULLS, check_utf8=False
@@ -80,12 +80,13 @@ class ArrowReader:
         except self._pa.ArrowException:
             self.is_sure = False
             return None
-        count = np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))  # faster than bytes.count
-        if len(table) < count + (not text.endswith(b"\n")):  # empty lines, which pyarrow skips
-            return None
         block = ArrowBlock(self._layout, self, table)
-        self.is_sure = self.is_sure and block.is_sure
-        return block if block.is_sure else None
+        # pyarrow reads an empty line as a row without values; we skip it.
+        has_empty = block.may_have_empty_lines and (text.startswith(b"\n") or b"\n\n" in text)
+        if has_empty or not block.is_sure:
+            self.is_sure = False
+            return None
+        return block
 
     def _text(self, span: Span) -> bytes | None:
         """Return lines in UTF-8 that end in `\n`; None if they have quotes, or something else that is uncertain."""
@@ -106,14 +107,18 @@ class ArrowBlock(Block):
     """Rows that pyarrow has read."""
 
     def __init__(self, layout: FileLayout, reader: ArrowReader, table: Any) -> None:
-        super().__init__(layout, np.arange(len(table)), table.nbytes)
+        super().__init__(layout, range(len(table)), table.nbytes)
         self._values = np.empty((len(reader.numbers), len(table)))
         self._texts = dict(zip(reader.texts, table.columns[len(reader.numbers) :], strict=True))
-        self.is_sure = True
-        for values, cells in zip(self._values, table.columns, strict=False):
-            np.concatenate([arrow_values(chunk, np.nan) for chunk in cells.chunks], out=values)
-            # -nan and nan(1) are not missing values
-            self.is_sure = self.is_sure and np.count_nonzero(np.isnan(values)) == cells.null_count
+        numbers, end = table.select(range(len(reader.numbers))), 0
+        for batch in numbers.to_batches() if reader.numbers else ():
+            begin, end = end, end + len(batch)
+            self._values[:, begin:end] = batch.to_tensor(null_to_nan=True, row_major=False).to_numpy().T
+        gaps = np.isnan(self._values)
+        missing = np.count_nonzero(gaps)
+        # -nan and nan(1) are not missing values
+        self.is_sure = not missing or missing == sum(cells.null_count for cells in numbers.columns)
+        self.may_have_empty_lines = bool(gaps.all(0).any())
 
     def numbers(self, columns: Sequence[int], count: int | None = None) -> Numbers:  # noqa: ARG002
         """Return the reader's columns as numbers."""

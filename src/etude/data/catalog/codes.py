@@ -37,7 +37,7 @@ class Texts:
     def encode_column(self, block: Block, column: int) -> Codes:
         """Return the codes of a block's column."""
         if (places := block.categories(column)) is not None:
-            return self.encode(places[1])[places[0]]
+            return self.encode(places[1]).take(places[0])
         words = block.words(column) if len(self.known) <= _MAX_HASHED else None
         found = None if words is None else self._look_up(block, column, words)
         return self.encode(block.texts(column)) if found is None else found
@@ -71,7 +71,7 @@ class Texts:
         if count := len(self.known) + 1 - len(self._digests):
             new = [_digest(text) for text in islice(reversed(self.known), count)]
             self._digests = np.concatenate([self._digests, np.array(new[::-1], np.uint64)])
-        keys: Keys = self._digests[codes + 1]
+        keys: Keys = self._digests.take(codes + 1)
         return keys
 
 

@@ -54,10 +54,13 @@ class FileLayout:
     columns: int
 
 
+Lines = range | npt.NDArray[np.int64]
+
+
 class Block:
     """Some rows of a file."""
 
-    def __init__(self, layout: FileLayout, lines: npt.NDArray[np.int64], size: int) -> None:
+    def __init__(self, layout: FileLayout, lines: Lines, size: int) -> None:
         """`lines` are the line numbers of the rows, from 1; `size` is the approximate text size in bytes."""
         self.layout, self.lines, self.size = layout, lines, size
 
@@ -121,7 +124,7 @@ class PlainBlock(Block):
         self, layout: FileLayout, buffer: bytes, first_line: int, cells: "Cells", parser: DecimalParser
     ) -> None:
         self.buffer, self._cells, self._parser = buffer, cells, parser
-        super().__init__(layout, first_line + np.arange(len(cells[0])), len(buffer))
+        super().__init__(layout, range(first_line, first_line + len(cells[0])), len(buffer))
 
     def texts(self, column: int, rows: Sequence[int] | None = None) -> list[str]:
         """Return a column as text."""

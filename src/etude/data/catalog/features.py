@@ -1,6 +1,7 @@
 """From tables to one float32 matrix per part: numbers standardised, categories one-hot, missing values filled."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,19 +121,21 @@ def make_splits(parts: Mapping[str, Part], options: FeatureOptions) -> DataSplit
     facts |= {"left_out": left_out} if left_out else {}
     # Of the input, not of computed values: those may differ in their last digits on another machine.
     content = (one.table.keys[one.rows] for one in parts.values())
-    digest = fingerprint(content, {"options": options, "features": columns.features, "rows": facts["rows"]})
+    settings = {"options": options, "features": columns.features, "rows": facts["rows"]}
     facts |= {"mean": columns.mean.tolist(), "std": columns.std.tolist()} if options.standardize else {}
     is_classes = "classes" in facts
-    tensors: dict[str, Any] = {
-        part: TensorData(torch.from_numpy(columns.matrix(one)), torch.from_numpy(labels[part]))
-        for part, one in parts.items()
-    }
+    with ThreadPoolExecutor(1) as pool:  # hashing keeps one core busy
+        digest = pool.submit(fingerprint, content, settings)
+        tensors: dict[str, Any] = {
+            part: TensorData(torch.from_numpy(columns.matrix(one)), torch.from_numpy(labels[part]))
+            for part, one in parts.items()
+        }
     return DataSplits(
         **tensors,
         num_classes=len(facts["classes"]) if is_classes else None,
         num_targets=None if is_classes else 1,
         input_shape=(len(columns.features),),
-        facts={"fingerprint": digest, **facts},
+        facts={"fingerprint": digest.result(), **facts},
     )
 
 
@@ -221,7 +224,8 @@ class FeatureColumns:
             for name in self._indicators:
                 matrix[block, self._places[name] + 1] = 0 if gaps is None else gaps[:, self.numbers.index(name)]
             for name, rows in categories.items():
-                matrix[block, self._places[name] : self._places[name] + rows.shape[1]] = rows[codes[name][block]]
+                begin = self._places[name]
+                matrix[block, begin : begin + rows.shape[1]] = rows.take(codes[name][block], 0)
 
         for _ in in_threads(write, part.blocks()):
             pass
@@ -345,7 +349,7 @@ def labels_of(part: Part, facts: Mapping[str, Any]) -> npt.NDArray[Any]:
         _refuse(part, name, codes == -2, unseen)
         return codes
     (place,) = part.table.places([name])
-    found = part.table.numbers[part.rows, place, None]
+    found = part.table.numbers[:, place][part.rows][:, None]
     gaps = part.gaps(slice(0, None), found, [0], [name])
     if gaps is not None:
         _refuse(part, name, gaps[:, 0], "no value; set one in every row")

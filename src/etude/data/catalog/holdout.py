@@ -33,13 +33,17 @@ def hold_out(keys: npt.NDArray[np.uint64], validation: float, test: float) -> di
         raise DataError(
             f"validation {validation} and test {test} leave none of {total} samples to train on; lower them"
         )
-    is_held, is_test = _smallest(keys, sum(sizes.values())), _smallest(keys, sizes["test"])
-    masks = {"train": ~is_held, "validation": is_held & ~is_test, "test": is_test}
-    return {part: np.flatnonzero(mask) for part, mask in masks.items() if mask.any()}
+    is_held = _smallest(keys, sum(sizes.values()))
+    held = np.flatnonzero(is_held)
+    is_test = _smallest(keys[held], sizes["test"])
+    rows = {"train": np.flatnonzero(~is_held), "validation": held[~is_test], "test": held[is_test]}
+    return {part: found for part, found in rows.items() if len(found)}
 
 
 def _smallest(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the `count` smallest keys, the first of equal ones. A full sort would be slower."""
+    if count == len(keys):
+        return np.ones(count, np.bool_)
     limit = np.partition(keys, count)[count]
     found: npt.NDArray[np.bool_] = keys < limit
     found[np.flatnonzero(keys == limit)[: count - np.count_nonzero(found)]] = True
@@ -49,9 +53,13 @@ def _smallest(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.bool_]
 def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Mix the bits of 64-bit numbers (the finalizer of SplitMix64)."""
     keys = keys + np.uint64(0x9E3779B97F4A7C15)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return keys ^ (keys >> np.uint64(31))
+    shifted = keys >> np.uint64(30)
+    keys ^= shifted  # in place: a new array of a million keys takes longer to allocate than to compute
+    keys *= np.uint64(0xBF58476D1CE4E5B9)
+    keys ^= np.right_shift(keys, np.uint64(27), out=shifted)
+    keys *= np.uint64(0x94D049BB133111EB)
+    keys ^= np.right_shift(keys, np.uint64(31), out=shifted)
+    return keys
 
 
 def shares(validation: float | str | None, test: float | str | None) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch
 from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.codes import Codes, Keys, Texts
+from etude.data.catalog.delimited import Lines
 from etude.data.catalog.holdout import mix_keys
 
 Numbers = npt.NDArray[np.float64]
@@ -56,8 +58,8 @@ class Table:
     """Columns that count the rows: 0, 1, 2 …"""
     copies: set[str]
     """Numeric columns that equal the target."""
-    lines: npt.NDArray[np.int64] | None
-    """The line of each row in its file."""
+    lines: list[Lines]
+    """The line of each row in its file, block by block; none if it has no lines."""
 
     @property
     def num_rows(self) -> int:
@@ -71,7 +73,9 @@ class Table:
 
     def where(self, row: int) -> str:
         """Return the location of a row, for messages."""
-        return f"{self.path}, row {row + 1}" if self.lines is None else f"{self.path}:{self.lines[row]}"
+        if not self.lines:
+            return f"{self.path}, row {row + 1}"
+        return f"{self.path}:{next(islice(chain.from_iterable(self.lines), row, None))}"
 
     def kinds(self) -> dict[str, Kind]:
         """Return the kind of each column."""
@@ -106,7 +110,7 @@ class TableBuilder:
         self._number_factors = np.array([self._factors[name] for name in self.number_names], np.uint64)
         self._size = 0
         self._keys: list[Keys] = []
-        self._lines: list[npt.NDArray[np.int64]] = []
+        self._lines: list[Lines] = []
         self._names_of_rows = {
             place: list[Numbers]() for place, name in enumerate(self.number_names) if KEY_NAMES.fullmatch(name)
         }
@@ -135,7 +139,7 @@ class TableBuilder:
         numbers: Numbers,
         keys: Keys,
         codes: Mapping[str, Codes],
-        lines: npt.NDArray[np.int64] | None = None,
+        lines: Lines | None = None,
     ) -> None:
         """Add rows: numbers (rows, columns) and the keys of these, and codes of every column of texts."""
         if not len(numbers):
@@ -202,7 +206,7 @@ class TableBuilder:
             row_names=unique if rows >= MIN_ROWS else set(),
             row_counts=counts if rows >= MIN_ROWS else set(),
             copies=copies,
-            lines=np.concatenate(self._lines) if self._lines else None,
+            lines=self._lines,
         )
 
 

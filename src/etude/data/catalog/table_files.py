@@ -138,8 +138,8 @@ class _Filling:
         for span, rows in in_threads(read, arrow.spans(begin)):
             if rows is None:
                 return read_rest(layout, self.encoding, span[0], line)
-            rows[0].lines += line
-            line += len(rows[0].lines)
+            rows[0].lines = range(line, line + len(rows[0].lines))
+            line = rows[0].lines.stop
             self._add(rows)
         return iter(())
 
