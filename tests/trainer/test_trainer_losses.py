@@ -212,3 +212,40 @@ def test_a_validation_loss_without_validation_data_is_one_warning(validates, cap
     assert not caplog.records
     trainer.train()
     assert ["val_loss" in record.getMessage() for record in caplog.records] == [True] * (not validates)
+
+
+class MeanOfSamples(nn.Module):
+    """Its loss is the mean over samples of their own means over labels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
+
+    def forward(self, ids, labels=None):
+        logits = self.head(self.embed(ids))
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+        return {"logits": logits, "loss": (losses.sum(1) / (labels >= 0).sum(1)).mean()}
+
+
+def test_batches_that_show_nothing_count_on_after_a_resume(tmp_path):
+    """The fifth of them decides, whether or not the run was stopped before it."""
+
+    def batch(rows, counted):
+        ids = IDS[rows]
+        return {"ids": ids, "labels": ids.where(torch.arange(9) < torch.tensor(counted)[:, None], -100)}
+
+    data = [batch([place], [2 + place]) for place in range(6)] + [batch([7, 8], [2, 9]), batch([9, 10], [9, 8])]
+
+    def trained(epochs, max_steps=None, folder=None):
+        config = {"epochs": epochs, "max_steps": max_steps, "grad_accum_steps": 2, "learning_rate": 0.1}
+        made = Trainer(
+            MeanOfSamples(), data, loss="model", config=config, output_dir=folder, resume=True, progress=False
+        )
+        made.train()
+        return made.model.state_dict()
+
+    straight = trained(1, folder=tmp_path / "straight")
+    trained(1, 2, tmp_path / "run")
+    resumed = trained(1, folder=tmp_path / "run")
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())

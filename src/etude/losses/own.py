@@ -145,15 +145,20 @@ class ModelLoss(LossStrategy):
         return None if self.mean is None else self._said
 
     def decisions(self) -> dict[str, Any]:
-        """Return what the loss is a mean over, if a batch has shown it."""
-        return {} if self.mean is None else {"mean": list(self.mean[:4])}
+        """Return what the loss is a mean over; before a batch has shown it, how many have not."""
+        if self.mean is None:
+            return {"attempts": self._attempts} if self._attempts else {}
+        return {"mean": list(self.mean[:4])}
 
     def decide(self, decisions: Mapping[str, Any]) -> None:
         """Restore what the loss is a mean over."""
         saved, self._said = decisions.get("mean"), ""
         if saved is not None and [type(one) for one in saved] != [bool, bool, int, bool]:
             raise CheckpointError(f"mean: found {saved!r:.60}, expected {list(Mean._fields[:4])}")
-        self.mean = None if saved is None else Mean(*saved)
+        attempts = decisions.get("attempts", 0)
+        if type(attempts) is not int or not 0 <= attempts < MAX_ATTEMPTS:
+            raise CheckpointError(f"attempts: found {attempts!r:.60}, expected 0 … {MAX_ATTEMPTS - 1}")
+        self.mean, self._attempts = None if saved is None else Mean(*saved), attempts
 
     def _mean(self, batch: Batch) -> Mean:
         return self.mean or self._likely or Mean(over_labels=_has_classes(batch))
