@@ -15,11 +15,16 @@ from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.core.batch import Batch
 from etude.core.errors import DataError, TrainingError
+from etude.core.label_range import LabelRange
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, averaged
 from etude.losses.strategies import LossStrategy, logits_of, required_labels
 
 Weight = Annotated[float, Ge(0)]
+OUT_OF_RANGE = (
+    "binary labels are 0 and 1 or probabilities between them, found {found}: map the labels to 0 and 1, and mark "
+    "missing ones by NaN or ignore_index"
+)
 
 
 def binary_cross_entropy_term(
@@ -105,6 +110,7 @@ class BinaryLoss(LossStrategy):
         self._pos_weight: Tensor | float | None = pos_weight
         self._label_weights: Tensor | None = None
         self._checked = False
+        self._range = LabelRange()
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return "loss", and with `metrics` "accuracy": the share of labels on the right side of a logit of 0."""
@@ -113,13 +119,27 @@ class BinaryLoss(LossStrategy):
         self._place(logits.device)
         weights, skip = self._label_weights, self.ignore_index
         _check_weights("pos_weight", self._pos_weight, logits)
-        if not self._checked:  # on a GPU, only the first batch is checked
-            check_labels(_filled(labels, present_labels(labels, None, skip)))
-            self._checked = True
+        self._check(labels)
         terms = {"loss": multi_label_bce_term(logits, labels, weights, None, self._pos_weight, skip)}
         if metrics:
             terms["accuracy"] = binary_accuracy_term(logits, labels, skip)
         return terms
+
+    def _check(self, labels: Tensor) -> None:
+        """Raise DataError for labels outside 0 … 1: on a GPU at once in the first batch, later with a log point."""
+        if self._checked and (labels.is_cpu or not torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            return  # labels on the host are checked with the loss
+        filled = _filled(labels, present_labels(labels, None, self.ignore_index))
+        if not self._checked:
+            check_labels(filled)
+        elif labels.dtype is not torch.bool:
+            self._range.add(filled, 0, 1, OUT_OF_RANGE)
+        self._checked = True
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
+        """Return nothing; raise DataError if there were labels out of range on a device."""
+        self._range.check()
+        return {}
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the number of labels present, or the sum of their weights."""
@@ -209,13 +229,8 @@ def check_labels(targets: Tensor) -> None:
     if targets.dtype is torch.bool or not targets.numel():
         return
     low, high = (bound.item() for bound in torch.aminmax(targets))
-    if low >= 0 and high <= 1:
-        return
-    found = high if low >= 0 else low
-    raise DataError(
-        f"binary labels are 0 and 1 or probabilities between them, found {found:g}: map the labels to 0 and 1, "
-        f"and mark missing ones by NaN or ignore_index"
-    )
+    if not (low >= 0 and high <= 1):
+        raise DataError(OUT_OF_RANGE.format(found=f"{high if low >= 0 else low:g}"))
 
 
 def _losses(logits: Tensor, labels: Tensor, pos_weight: Tensor | float | None) -> Tensor:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from etude.core.batch import Batch, inputs_of, targets_of
-from etude.core.errors import CheckpointError, DataError, TrainingError
+from etude.core.errors import CheckpointError, TrainingError
+from etude.core.label_range import LabelRange
 from etude.core.model import ModelCall, unwrap
 from etude.core.spelling import shorten
 from etude.core.task import Terms
@@ -39,6 +40,10 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-5}
 HALF_TOLERANCE = 2e-2
 SUM_TOLERANCE = 1e-3
 """Probabilities of classes sum to 1 up to this difference."""
+NO_PROBABILITIES = (
+    "the labels of the first batch were probabilities of classes, but now the labels of a sample sum to {found}; "
+    "set the loss: multi_label if a sample may have several classes or none"
+)
 
 
 class InferredLoss(LossStrategy):
@@ -64,6 +69,8 @@ class InferredLoss(LossStrategy):
         self._has_own: bool | None = None
         """Whether the model computes a loss; None until a batch has shown it."""
         self._why = self._problem = ""
+        self._sums = LabelRange()
+        """The sums of the labels of every sample, which were probabilities in the first batch."""
 
     def run(self, call: ModelCall, model: nn.Module, batch: Batch) -> Any:
         """Run the model as the chosen strategy does; compare with the model's own loss before."""
@@ -83,14 +90,19 @@ class InferredLoss(LossStrategy):
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
         """Return the terms of the chosen strategy; raise TrainingError if the shapes suggest none.
 
-        Raises DataError if labels that were probabilities in the first batch are none in this one (not on a GPU, where
-        the check would synchronise).
+        Raises DataError if labels that were probabilities in the first batch are none in this one (on a GPU it is
+        raised with the numbers of a log point, since the check must not synchronise).
         """
         strategy = self._choose(output, batch)
         terms = strategy.terms(output, batch, metrics=metrics)
         if isinstance(strategy, ClassificationLoss) and not torch.compiler.is_compiling():
-            _check_probabilities(targets_of(batch)[0])
+            self._check_probabilities(targets_of(batch)[0])
         return terms
+
+    def _check_probabilities(self, labels: Tensor) -> None:
+        """Raise DataError for rows that are no probabilities of classes, such as several labels."""
+        if labels.is_floating_point() and (labels.is_cpu or torch.is_grad_enabled()):
+            self._sums.add(labels.sum(-1), 0.5, 1.5, NO_PROBABILITIES)  # half precision rounds the sums
 
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:
         """Return the value of the chosen strategy."""
@@ -180,6 +192,7 @@ class InferredLoss(LossStrategy):
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the metrics that the chosen strategy derives."""
+        self._sums.check()
         return {} if self.chosen is None else self.chosen.derived(means)
 
     def cross_entropy(self, means: Mapping[str, float]) -> float | None:
@@ -306,17 +319,6 @@ def _shows_nothing(labels: Any) -> bool:
     """Return whether all labels of several outputs are 0: they may be several labels, or numbers. Synchronises."""
     is_open = isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() == 2 and labels.shape[1] > 1
     return is_open and not bool(labels.any())
-
-
-def _check_probabilities(labels: Tensor) -> None:
-    """Raise DataError for rows of 0 and 1 that are no probabilities of classes, such as several labels."""
-    if labels.is_floating_point() and labels.device.type == "cpu":
-        sums = labels.sum(-1, dtype=torch.float32)
-        if (wrong := (sums - 1).abs() > 0.5).any():  # half precision rounds the sums
-            raise DataError(
-                "the labels of the first batch were probabilities of classes, but now the labels of a sample sum to "
-                f"{float(sums[wrong][0]):g}; set the loss: multi_label if a sample may have several classes or none"
-            )
 
 
 def _is_integer(value: Any) -> bool:

@@ -74,8 +74,9 @@ class Accuracy(Metric):
                 counted_labels(targets, mask, self.ignore_index, "accuracy"),
             )
             return torch.stack([(right & counted).sum(), counted.sum()])
+        counted = counted_elements(targets, mask, self.ignore_index, "accuracy")
         if predictions.shape != targets.shape:
-            right = self._right(predictions, targets)
+            right = self._right(predictions, targets, counted)
         elif predictions.is_floating_point() or self.top_k != 1:
             raise DataError(
                 f"accuracy: predictions {form_of(predictions)} have the shape of the targets, which fits class ids "
@@ -84,7 +85,6 @@ class Accuracy(Metric):
             )
         else:
             right = predictions == targets
-        counted = counted_elements(targets, mask, self.ignore_index, "accuracy")
         return torch.stack([(right & counted).sum(), counted.sum()])
 
     def value(self, sums: list[float]) -> float:
@@ -92,9 +92,11 @@ class Accuracy(Metric):
         correct, count = sums
         return correct / count if count else math.nan
 
-    def _right(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _right(self, logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
         """Return which elements have their target among the `top_k` highest logits."""
         dim = class_dim_of(logits, targets, self.class_dim, "accuracy")
+        if not targets.is_floating_point():
+            self.check_classes(targets.masked_fill(~counted, 0), logits.shape[dim])
         if self.top_k > logits.shape[dim]:
             raise ConfigError(
                 f"accuracy: top_k is {self.top_k} but there are {logits.shape[dim]} classes; lower top_k"

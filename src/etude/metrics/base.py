@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import CheckpointError, ConfigError
+from etude.core.label_range import LabelRange
 from etude.distributed import World
 
 PER_CLASS = "_per_class"
@@ -41,6 +42,20 @@ class Measure(Meter):
     """A metric of predictions and labels: what `metrics=` of a `Trainer` accepts, once it has been built."""
 
     name = ""
+    _range: LabelRange | None = None
+    """The class labels so far, of metrics that have classes."""
+
+    def check_classes(self, ids: Tensor, size: int, what: str = "targets") -> Tensor:
+        """Return class ids below `size`; of others raise DataError at once on the host, on a device in `compute`.
+
+        Ids that do not count must be 0. Does not synchronise.
+        """
+        if self._range is None:
+            self._range = LabelRange()
+        who, last = type(self).__name__, size - 1
+        words = f"{who}: {what} hold the class {{found}}, but there are {size} classes (0 … {last}); fix the labels"
+        self._range.add(ids, 0, last, f"{words}, or set ignore_index if it marks missing ones")
+        return ids if ids.is_cpu else ids.clamp(0, last)
 
     @abstractmethod
     def update(self, predictions: Any, targets: Any) -> None:
@@ -53,6 +68,11 @@ class Measure(Meter):
     @abstractmethod
     def merge(self, other: Self) -> None:
         """Add what another metric of the same kind has seen."""
+
+    def check_labels(self) -> None:
+        """Raise DataError if there were labels out of range that could not be noticed before. Synchronises."""
+        if self._range is not None:
+            self._range.check()
 
     def results(self) -> dict[str, float]:
         """Return the values to report, by name. Synchronises."""
@@ -101,6 +121,8 @@ class Tally(Measure):
         """Reset to the initial state."""
         if self._sums is not None:
             self._sums.zero_()
+        if self._range is not None:
+            self._range.reset()
 
     def state(self) -> Tensor:
         """Return a copy of the sums; summed over ranks, they are those of all data."""
@@ -151,6 +173,7 @@ class Metric(Tally):
 
     def compute(self) -> Any:
         """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""
+        self.check_labels()
         return self.value(self.state().tolist())
 
 
@@ -178,6 +201,8 @@ class Kept(Measure):
     def reset(self) -> None:
         """Drop everything that was kept."""
         self._rows = []
+        if self._range is not None:
+            self._range.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows."""

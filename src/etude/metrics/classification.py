@@ -211,7 +211,7 @@ class ConfusionMatrix(ClassCounts):
 
     def compute(self) -> Tensor:
         """Return counts (int64) or shares, on the CPU: (C, C), (2, 2) if binary, (K, 2, 2) for labels. Synchronises."""
-        return self.value(self.state().tolist())
+        return super().compute()  # type: ignore[no-any-return]
 
     def results(self) -> dict[str, float]:
         """Return nothing: a matrix is not a number. See `files`. Raises ConfigError for names of other classes."""

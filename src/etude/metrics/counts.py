@@ -153,7 +153,9 @@ class ClassCounts(Metric):
             raise DataError(f"{who}: targets {form_of(targets)} are not class ids; they must be integers")
         classes, none = predicted_classes(predictions, targets, self.size, self.class_dim, who)
         counted = counted_elements(targets, mask, self.ignore_index, who)
-        found = (ids.long().masked_fill(~counted, 0).flatten() for ids in (classes, targets))
+        found = [ids.long().masked_fill(~counted, 0).flatten() for ids in (classes, targets)]
+        if not targets.is_cpu:  # where an id out of range would end the process; on the host counting notices it
+            found = [self.check_classes(ids, self.size, "predictions or targets") for ids in found]
         return *found, counted.flatten().long(), none.flatten()  # type: ignore[return-value]
 
     def _count_ids(self, size: int, ids: Tensor, counted: Tensor, read: tuple[Tensor, ...]) -> Tensor:

@@ -128,6 +128,7 @@ class Together:
         own = self.state_dict() if keep and world.size > 1 else None
         if self._may_read and world.size > 1 and world.host_max([int(not self._reading)])[0]:
             self._count_apart()  # a rank without samples has seen no class ids, and must gather the same metrics
+        world.attempt(self._check_labels)
         for metric in self.counting:
             metric.gather(world, device)
         found: dict[str, float] = {}
@@ -141,6 +142,10 @@ class Together:
         if own is not None:
             self.load_state_dict(own)
         return found
+
+    def _check_labels(self) -> None:
+        for metric in self.counting:
+            metric.check_labels()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every metric by name."""

@@ -39,7 +39,8 @@ class Perplexity(Metric):
         dim = class_dim_of(predictions, targets, self.class_dim, "Perplexity")
         counted = counted_elements(targets, mask, self.ignore_index, "Perplexity").flatten()
         logits = predictions.movedim(dim, -1).reshape(-1, predictions.shape[dim])
-        labels = targets.flatten().long().masked_fill(~counted, -100)
+        labels = self.check_classes(targets.flatten().long().masked_fill(~counted, 0), logits.shape[1])
+        labels = labels.masked_fill(~counted, -100)
         losses = F.cross_entropy(
             logits.float() if logits.dtype is not torch.float64 else logits, labels, reduction="none"
         )
@@ -86,6 +87,7 @@ class CalibrationError(Metric):
             dim = class_dim_of(predictions, targets, self.class_dim, who)
             confidence, classes = wide.softmax(dim).max(dim)
             right, counted = classes == targets, counted_elements(targets, mask, self.ignore_index, who)
+            self.check_classes(targets.masked_fill(~counted, 0), predictions.shape[dim])
         last = self.num_bins - 1
         bins = (confidence.nan_to_num(0.0) * self.num_bins).long().clamp(max=last).flatten()
         numbers = torch.stack([torch.ones_like(confidence), confidence, right.to(confidence)])

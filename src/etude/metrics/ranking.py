@@ -110,7 +110,8 @@ class Ranking(Kept):
         wide = logits if logits.dtype is torch.float64 else logits.float()
         scores = wide.movedim(dim, -1).reshape(-1, classes).softmax(-1)
         counted = counted_elements(targets, None, self.ignore_index, who).flatten()
-        true = targets.flatten()[:, None] == torch.arange(classes, device=targets.device)
+        ids = self.check_classes(targets.flatten().masked_fill(~counted, 0), classes)
+        true = ids[:, None] == torch.arange(classes, device=targets.device)
         return torch.cat([scores, torch.where(counted[:, None], true.to(scores), math.nan)], 1)
 
     def _scores_and_labels(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,6 +162,7 @@ class Ranking(Kept):
 
     def compute(self) -> float | list[float]:
         """Return the average, or all values; nan if there is nothing. Synchronises."""
+        self.check_labels()
         values, weights = [], []
         for score, positives, negatives in self._columns():
             counts = _by_score(score, positives, negatives)
