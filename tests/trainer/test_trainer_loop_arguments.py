@@ -82,6 +82,11 @@ def test_arguments_of_an_epoch_are_refused_by_name(call):
         train(**call)
 
 
+def test_a_list_of_optimizers_has_its_remedy():
+    with pytest.raises(ConfigError, match=r"etude\.optim\.Optimizers"):
+        train(optimizer=[torch.optim.SGD(make_model().parameters(), lr=0.1)])
+
+
 def test_the_optimizer_of_another_model_is_refused():
     with pytest.raises(TrainingError, match="optimizer"):
         train(optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1))

@@ -1,6 +1,7 @@
 """Metrics of BasicTrainingLoop: one of a kind follows training, the next one validation."""
 
 import pytest
+import sklearn.metrics as sk
 import torch
 import torch.nn.functional as F
 from loop_parts import data, model
@@ -16,6 +17,7 @@ from etude import (
     LossTracker,
     Precision,
     Recall,
+    TrainingLoop,
     TrainingMetrics,
 )
 from etude.core import ConfigError
@@ -85,3 +87,26 @@ def test_what_cannot_be_updated_is_refused(metrics):
         BasicTrainingLoop(model(), metrics=metrics)
     with pytest.raises(ConfigError, match="at most two of f1"):
         BasicTrainingLoop(model(), metrics=[F1(3), F1(3), F1(3)])
+
+
+def test_an_epoch_without_a_validation_measures_its_training():
+    def trained(**settings):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        loop = TrainingLoop(loss_strategy=nn.CrossEntropyLoss(), metrics=["f1"], progress=False, **settings)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        return net, lambda **more: loop.train_epoch(
+            net, DataLoader(x, y, 7), optimizer, epoch=loop.clock.epoch, **more
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 4, generator=generator), torch.randint(3, (40,), generator=generator)
+    net, epoch = trained()
+    expected = pytest.approx(sk.f1_score(y, net(x).argmax(1), average="macro"))
+    assert epoch().parts == {"f1": expected}
+    assert epoch(val_dataloader=(x, y)).parts.keys() & {"f1", "val_f1"} == {"val_f1"}
+    assert epoch().parts == {"f1": expected}
+    _, epoch = trained(train_metrics=True)
+    assert epoch(val_dataloader=(x, y)).parts.keys() >= {"f1", "val_f1"}
+    _, epoch = trained(train_metrics=False)
+    assert not epoch().parts

@@ -171,6 +171,8 @@ class MetricSet(Measures):
 
     def __init__(self, validation: Mapping[str, Measure], training: Mapping[str, Measure]) -> None:
         self.validation, self.training = Together(validation), Together(training)
+        self.trains = True
+        """Whether the metrics of training are measured at present."""
 
     @classmethod
     def of(cls, metrics: Any, in_training: bool | list[str] | None = None) -> Self:
@@ -189,12 +191,13 @@ class MetricSet(Measures):
         return self.training if training else self.validation
 
     def wants(self, *, training: bool) -> bool:
-        """Whether there are any."""
-        return bool(self.now(training=training).metrics)
+        """Whether any are measured."""
+        return bool(self.now(training=training).metrics) and (self.trains or not training)
 
     def update(self, predictions: Any, labels: Any, *, training: bool) -> None:
         """Add one batch. Does not synchronise."""
-        self.now(training=training).update(predictions, labels)
+        if self.wants(training=training):
+            self.now(training=training).update(predictions, labels)
 
     def begin(self, *, training: bool) -> None:
         """Begin an epoch or a validation."""
@@ -202,6 +205,8 @@ class MetricSet(Measures):
 
     def results(self, world: World, device: torch.device, *, training: bool) -> dict[str, float]:
         """Return the values since the beginning, over all ranks together. Synchronises."""
+        if not self.wants(training=training):
+            return {}
         return self.now(training=training).results(world, device, keep=training)
 
     def state_dict(self) -> dict[str, Any]:

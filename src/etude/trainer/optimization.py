@@ -205,6 +205,8 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise ConfigError for a non-optimizer or one with a closure, TrainingError for one of another model."""
+    if isinstance(optimizer, (list, tuple)):  # `Trainer` has made one of them
+        raise ConfigError("optimizer is a list; make one of it with etude.optim.Optimizers([…])")
     expect("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "or make a torch optimizer")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):

@@ -18,7 +18,7 @@ from etude.engine.callback import Callback
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.update import LearningRate, Updater
 from etude.losses.wrapped import check_loss_arguments
-from etude.metrics import LossTracker, TrainingMetrics
+from etude.metrics import LossTracker, MetricSet, TrainingMetrics
 from etude.optim import Schedule
 from etude.trainer.arguments import (
     LossLike,
@@ -60,7 +60,7 @@ class TrainingLoop(EngineLoop):
         val_loss: LossLike = None,
         task: Task | None = None,
         metrics: MetricsLike = (),
-        train_metrics: bool | list[str] = False,
+        train_metrics: bool | list[str] | None = None,
         gradient_accumulator: GradientAccumulator | None = None,
         gradient_monitor: GradientMonitor | None = None,
         callbacks: Iterable[Callback] = (),
@@ -81,7 +81,7 @@ class TrainingLoop(EngineLoop):
             val_loss: another loss for `val_dataloader` of `train_epoch`.
             task: replaces `loss_strategy` by full control over how model and batch become loss terms.
             metrics: measured in validation, as those of a `Trainer`.
-            train_metrics: measure all of them, or these, in training too.
+            train_metrics: measure all of them, or these, in training too; by default in epochs without a validation.
             gradient_accumulator: micro-batches per step.
             gradient_monitor: one more callback.
             callbacks: called in this order.
@@ -103,7 +103,8 @@ class TrainingLoop(EngineLoop):
         listed = (*as_callbacks(callbacks), *as_callbacks(gradient_monitor))
         line = EpochProgress(progress) if wants_progress(progress, listed) else False
         made = plain_task(loss_strategy, task, "loss_strategy")
-        measure(made, metrics, train_metrics, validates=True)
+        measure(made, metrics, train_metrics is None or train_metrics, validates=True)
+        self._always_measures = train_metrics is not None
         super().__init__(
             made,
             gradient_accumulator if gradient_accumulator is not None else GradientAccumulator(),
@@ -128,6 +129,11 @@ class TrainingLoop(EngineLoop):
             raise ConfigError(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
         return self.max_grad_norm if self.clip_gradients else None
 
+    def _choose_metrics(self, validation: Any) -> None:
+        """Measure in training too if this epoch has no validation."""
+        if isinstance(measures := self.task.measures, MetricSet):
+            measures.trains = self._always_measures or validation is None
+
     # ------------------------------------------------------------------------------------------------ objects
 
     def train_epoch(
@@ -149,6 +155,7 @@ class TrainingLoop(EngineLoop):
         """
         check_model(model)
         check_optimizer(optimizer, model)
+        self._choose_metrics(val_dataloader)
         if scheduler is not None:
             check_scheduler(scheduler)
         epoch = as_whole("epoch", epoch, least=0)
@@ -206,6 +213,7 @@ class TrainingLoop(EngineLoop):
             raise ConfigError("val_loss= is for train_epoch; functions validate with compute_loss, remove val_loss")
         check_functions(model_forward=model_forward, compute_loss=compute_loss)
         check_loss_arguments(compute_loss)
+        self._choose_metrics(val_loader)
         check_functions(optimizer_step=optimizer_step, zero_gradients=zero_gradients)
         step = function_step(
             model_forward,
