@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
 from etude.lazy import import_room
@@ -214,6 +215,7 @@ def eject(
 
 
 app.command()(tokenize)
+app.command()(dashboard)
 
 
 @config_app.command("show")

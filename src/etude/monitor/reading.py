@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from etude.core.run_layout import CHECKPOINTS
 from etude.monitor.jsonl import decode
@@ -14,7 +14,7 @@ STATUS, RESULT, ENVIRONMENT = "status.json", "result.json", "env.json"
 _MARKS = frozenset([METRICS, EVENTS, STATUS, RESULT])
 _BLOCK = 1 << 16
 MOST_BYTES = 1 << 24
-"""Bytes that `Follower.read` takes at once, so that a long file is read in parts."""
+"""Bytes that `Follower.read` takes at once, so that a long file is read in parts; a longer line is skipped."""
 
 
 def find_runs(root: str | Path) -> Iterator[Path]:
@@ -71,6 +71,7 @@ class Follower:
         """Bytes read so far, up to the end of a line."""
         self.restarts = 0
         self._file: tuple[int, int] | None = None
+        self._in_long_line = False
 
     def lines(self, most_bytes: int = MOST_BYTES) -> bytes:
         """Return the next whole lines, at most about `most_bytes`; empty if there are none."""
@@ -80,17 +81,32 @@ class Follower:
                 if self._file is not None and (
                     (facts.st_dev, facts.st_ino) != self._file or facts.st_size < self.offset
                 ):
-                    self.offset, self.restarts = 0, self.restarts + 1
+                    self.offset, self.restarts, self._in_long_line = 0, self.restarts + 1, False
                 self._file = (facts.st_dev, facts.st_ino)
                 file.seek(self.offset)
+                if self._in_long_line and not self._skip_line(file):
+                    return b""
                 data = file.read(most_bytes)
                 if b"\n" not in data and len(data) == most_bytes:  # a line longer than that
-                    data += file.readline()
+                    data += file.readline(MOST_BYTES)
+                    if len(data) >= MOST_BYTES and not data.endswith(b"\n"):
+                        self._in_long_line = True
+                        self.offset += len(data)
+                        return b""
         except OSError:
             return b""
         data = data[: data.rfind(b"\n") + 1]
         self.offset += len(data)
         return data
+
+    def _skip_line(self, file: BinaryIO) -> bool:
+        """Go to the end of a line that is too long; return whether it was found."""
+        while rest := file.readline(MOST_BYTES):
+            self.offset += len(rest)
+            if rest.endswith(b"\n"):
+                self._in_long_line = False
+                return True
+        return False
 
     def read(self, most_bytes: int = MOST_BYTES) -> list[dict[str, Any]]:
         """Return the records of the next lines; a line that holds none is skipped."""

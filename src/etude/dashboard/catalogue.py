@@ -1,0 +1,248 @@
+"""The runs below a folder, by id. Every run is read again only when one of its files has changed."""
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from etude.dashboard.parsing import PLACE, parse
+from etude.dashboard.series import Facts
+from etude.monitor.live import Monitor
+from etude.monitor.reading import (
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    METRICS,
+    RESULT,
+    STATUS,
+    Follower,
+    find_runs,
+    flat,
+    read_config,
+)
+
+_HEAD_BYTES = 1 << 15
+_TAIL_BYTES = 1 << 15
+_MOST_FILE_BYTES = 16 << 20
+"""Size of a config, result or environment above which a run is not read."""
+_MOST_NODES = 20_000
+_WHOLE = (CONFIG, STATUS, RESULT, ENVIRONMENT)
+_FILES = (*_WHOLE, EVENTS, METRICS)
+AGAIN_S = 2.0
+"""Seconds after which a run that says nothing is looked at again: it may be lost."""
+SCAN_S = 1.0
+"""Seconds between two searches for new run folders."""
+
+Signature = tuple[Any, ...]
+
+
+class Run:
+    """One run folder and what was last read of it."""
+
+    def __init__(self, key: str, path: Path) -> None:
+        self.key, self.path = key, path
+        self.facts = Facts()
+        self.names: dict[str, list[str]] = {}
+        self._monitor: Monitor | None = None
+        self._starts = Follower(path / EVENTS)
+        self._restarts = 0
+        self._signature: Signature | None = None
+        self._state: dict[str, Any] = {}
+        self._config: tuple[Signature, dict[str, Any]] | None = None
+        self._lock = threading.RLock()
+        self._read_at = 0.0
+
+    def read(self) -> dict[str, Any]:
+        """Return the state of the run as plain data, without what the settings say about it."""
+        with self._lock:
+            try:
+                signature = _signature(self.path)
+                is_old = self._state.get("state") == "running" and time.monotonic() - self._read_at > AGAIN_S
+                if signature != self._signature or is_old:
+                    self._state = self._read(signature)
+                    self._signature, self._read_at = signature, time.monotonic()
+            except Exception as error:  # whatever a folder holds, the others are shown
+                self._state = _unreadable(self, str(error) or type(error).__name__)
+                self._signature = None
+            return self._state
+
+    def config(self) -> dict[str, Any]:
+        """Return the nested config."""
+        with self._lock:
+            return self._read_config(_signature(self.path))
+
+    def read_facts(self) -> Facts:
+        """Return what charts need to know of the run's starts."""
+        with self._lock:
+            facts = Facts(self.facts.resumes, self.facts.steps_per_epoch, self.facts.parameters)
+            while lines := self._starts.lines():
+                if self._starts.restarts != self._restarts:
+                    self._restarts, facts = self._starts.restarts, Facts()
+                for record in parse(lines):
+                    if record.get("kind") in ("start", "resume"):
+                        _add_start(facts, record)
+            self.facts = facts
+            return facts
+
+    def _read(self, signature: Signature) -> dict[str, Any]:
+        self._monitor = self._monitor or Monitor(self.path)
+        status = self._monitor.read()
+        facts = self.read_facts()
+        self._read_names()
+        state = {name: value for name, value in asdict(status).items() if name != "path"}
+        return {
+            "id": self.key,
+            **state,
+            "progress": status.progress,
+            "steps_per_epoch": facts.steps_per_epoch,
+            "parameters": facts.parameters,
+            "config": flat(self._read_config(signature)),
+            "names": self.names,
+        }
+
+    def _read_config(self, signature: Signature) -> dict[str, Any]:
+        if self._config is None or self._config[0] != signature[0]:
+            self._config = (signature[0], bounded(read_config(self.path)))
+        return self._config[1]
+
+    def _read_names(self) -> None:
+        """Add the names of metrics in the first and last records."""
+        found = {split: dict.fromkeys(names) for split, names in self.names.items()}
+        for record in parse(_ends(self.path / METRICS, is_new=not found)):
+            split = record.get("split")
+            if isinstance(split, str):
+                found.setdefault(split, {}).update(
+                    (name, None)
+                    for name, value in record.items()
+                    if name not in PLACE and (value is None or isinstance(value, (int, float)))
+                )
+        self.names = {split: list(names) for split, names in found.items()}
+
+
+class Catalogue:
+    """The runs below a folder. `runs` searches for new ones at most once a second."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._runs: dict[str, Run] = {}
+        self._keys: dict[Path, str] = {}
+        self._scanned = -SCAN_S
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> Run | None:
+        """Return a run by id; None if there is none. Text from a request is only looked up, never made a path."""
+        run = self._runs.get(key)
+        if run is None:
+            self.runs()
+            run = self._runs.get(key)
+        return run
+
+    def runs(self) -> list[Run]:
+        """Return all runs, in order of their paths."""
+        with self._lock:
+            if time.monotonic() - self._scanned >= SCAN_S:
+                found = {self._key(path): path for path in find_runs(self.root)}
+                self._runs = {key: self._runs.get(key) or Run(key, path) for key, path in found.items()}
+                self._scanned = time.monotonic()
+            return list(self._runs.values())
+
+    def _key(self, path: Path) -> str:
+        """Return the id of a run: its path below the root, as text that is valid UTF-8 and unique."""
+        if path not in self._keys:
+            key = os.fsencode(path.relative_to(self.root).as_posix()).decode(errors="backslashreplace")
+            taken = set(self._keys.values())
+            while key in taken:
+                key += "~"
+            self._keys[path] = key
+        return self._keys[path]
+
+
+def bounded(value: Any, most: int = _MOST_NODES) -> Any:
+    """Return a YAML value as plain JSON data; aliases that expand without end are cut."""
+    left = iter(range(most))
+
+    def copied(value: Any, depth: int) -> Any:
+        if next(left, None) is None or depth > 32:
+            return "…"
+        if isinstance(value, dict):
+            return {str(key): copied(one, depth + 1) for key, one in value.items()}
+        if isinstance(value, (list, tuple, set)):
+            return [copied(one, depth + 1) for one in value]
+        return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+    return copied(value, 0)
+
+
+def _add_start(facts: Facts, record: dict[str, Any]) -> None:
+    time, parameters, per_epoch = (record.get(name) for name in ("time", "parameters", "steps_per_epoch"))
+    if record["kind"] == "resume" and isinstance(time, (int, float)):
+        facts.resumes = sorted([*facts.resumes, float(time)])
+    if isinstance(parameters, int) and parameters > 0:
+        facts.parameters = parameters
+    if isinstance(per_epoch, int) and per_epoch > 0:
+        facts.steps_per_epoch = per_epoch
+
+
+def _signature(run: Path) -> Signature:
+    return tuple(_signatures(run))
+
+
+def _signatures(run: Path) -> Iterator[Signature | None]:
+    """Yield what changes with every file of a run; raise OSError for one that must not be read."""
+    for name in _FILES:
+        try:
+            facts = os.lstat(run / name)
+        except FileNotFoundError:
+            yield None
+            continue
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(f"{name} is not a regular file")
+        if name in _WHOLE and facts.st_size > _MOST_FILE_BYTES:
+            raise OSError(f"{name} is too long")
+        yield (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+def _ends(path: Path, *, is_new: bool) -> bytes:
+    """Return whole lines of the end of a file, and of its start if nothing is known yet."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(_HEAD_BYTES) if is_new else b""
+            start = max(len(head), size - _TAIL_BYTES)
+            file.seek(start)
+            tail = file.read(_TAIL_BYTES)
+    except OSError:
+        return b""
+    if start > len(head):  # the first line of the tail is cut
+        head, tail = head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 :]
+    data = head + tail
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _unreadable(run: Run, why: str) -> dict[str, Any]:
+    empty: dict[str, Any] = {
+        "metrics": {},
+        "config": {},
+        "names": {},
+        "step": 0,
+        "epoch": 0,
+        "duration_s": 0.0,
+        "resumes": 0,
+    }
+    missing = (
+        "activity total_steps progress total_epochs phase steps_per_s left_s started heartbeat last_step_time monitor "
+        "mode best last steps_per_epoch parameters"
+    )
+    words = f"cannot be read: {why}"
+    return {
+        "id": run.key,
+        "name": run.path.name.encode(errors="surrogateescape").decode(errors="backslashreplace"),
+        "state": "unreadable",
+        **dict.fromkeys(missing.split()),
+        **empty,
+        "message": words,
+    }

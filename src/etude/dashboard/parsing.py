@@ -1,0 +1,165 @@
+"""Lines of metrics.jsonl as columns of numbers, with the axes of charts: step, samples, tokens, epoch, time."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import orjson
+
+from etude.dashboard.blocks import Array
+from etude.monitor.jsonl import NONFINITE, decode
+
+STEP, EPOCH, TIME, SAMPLES, TOKENS = range(5)
+"""Rows of axes. TIME is in seconds since the first record, without the pauses before a resume."""
+NUM_AXES = 5
+PLACE = frozenset(["step", "epoch", "split", "time", "phase", NONFINITE])
+"""Keys of a record that are not metrics."""
+MOST_NAMES = 2000
+"""Metrics of one split that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a reader of metrics.jsonl is: axes and clock of the last record."""
+
+    time: float = float("nan")
+    axes: tuple[float, ...] = (0.0, 0.0, 0.0, float("nan"), float("nan"))
+
+
+@dataclass(slots=True)
+class Part:
+    """Records of one split as columns: NaN where a record lacks the name, infinity where its value is not finite."""
+
+    x: Array
+    names: list[str]
+    values: Array
+
+
+def parse(lines: bytes) -> list[dict[str, Any]]:
+    """Return the records of whole lines; a line that holds none is skipped.
+
+    >>> parse(b'{"step": 1}\\n{"st\\n{"step": 2, "loss": NaN}\\n')
+    [{'step': 1}, {'step': 2, 'loss': None}]
+    """
+    try:
+        records = orjson.loads(b"[" + lines.rstrip(b"\r\n").replace(b"\n", b",") + b"]")
+    except orjson.JSONDecodeError:
+        records = [parse_line(line) for line in lines.splitlines()]
+    return [record for record in records if type(record) is dict]
+
+
+def parse_line(line: bytes) -> Any:
+    """Return the value of one line; None if it holds none."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # NaN, integers of more than 64 bits, lone surrogates
+        try:
+            record = decode(line)
+        except RecursionError:
+            record = None
+        return record and {name: None if one != one else one for name, one in record.items()}
+
+
+def columns(
+    records: Sequence[dict[str, Any]], place: Place, resumes: Sequence[float]
+) -> tuple[dict[str, Part], Place]:
+    """Return the records by split, and where they end; `resumes` are the times at which the run was continued."""
+    steps = _numbers(records, "step")
+    if np.isnan(steps).any():
+        kept = np.flatnonzero(~np.isnan(steps)).tolist()
+        records, steps = [records[index] for index in kept], steps[kept]
+    if not records:
+        return {}, place
+    times = _filled(_numbers(records, "time"), place.time)
+    axes = np.stack(
+        [
+            steps,
+            _filled(_numbers(records, "epoch"), place.axes[EPOCH]),
+            _elapsed(times, place, np.asarray(resumes, float)),
+            _filled(_numbers(records, "samples"), place.axes[SAMPLES]),
+            _filled(_numbers(records, "tokens"), place.axes[TOKENS]),
+        ]
+    )
+    parts: dict[str, Part] = {}
+    splits = [one if isinstance(one := record.get("split"), str) else "train" for record in records]
+    for split in dict.fromkeys(splits):
+        index = [number for number, one in enumerate(splits) if one == split] if len(set(splits)) > 1 else None
+        some = records if index is None else [records[one] for one in index]
+        names = [name for name in dict.fromkeys(chain.from_iterable(some)) if name not in PLACE][:MOST_NAMES]
+        found = {name: column for name in names if not np.isnan(column := _numbers(some, name)).all()}
+        values = np.stack(list(found.values())) if found else np.empty((0, len(some)))
+        parts[split] = Part(axes if index is None else axes[:, index], list(found), values)
+    return parts, Place(float(times[-1]), tuple(axes[:, -1].tolist()))
+
+
+def _elapsed(times: Array, place: Place, resumes: Array) -> Array:
+    """Return seconds since the first record of the file: a resume continues where the last record was."""
+    before = times[0] if np.isnan(place.time) else place.time
+    all_times = np.concatenate([[before], times])
+    passed = np.diff(all_times)
+    if len(resumes):
+        segment = np.searchsorted(resumes, all_times, side="right")
+        is_new = np.diff(segment) > 0
+        passed[is_new] = times[is_new] - resumes[segment[1:][is_new] - 1]
+    passed = np.where(np.isfinite(passed), np.maximum(passed, 0.0), 0.0)
+    return place.axes[TIME] + np.cumsum(passed)
+
+
+def _numbers(records: Iterable[dict[str, Any]], name: str) -> Array:
+    nothing = float("nan")
+    column = [record.get(name, nothing) for record in records]
+    if None not in column:
+        try:
+            return np.array(column, np.float64)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    return np.array([_number(value, nothing) for value in column], np.float64)
+
+
+def _number(value: Any, nothing: float) -> float:
+    if value is None:
+        return float("inf")
+    if isinstance(value, (int, float)) and value is not nothing:
+        try:
+            return float(value)
+        except OverflowError:
+            return float("inf")
+    return nothing
+
+
+def _filled(column: Array, before: float) -> Array:
+    """Return a column with the last known value in place of missing ones."""
+    known = np.isfinite(column)
+    if known.all():
+        return column
+    index = np.maximum.accumulate(np.where(known, np.arange(len(column)), -1))
+    return np.where(index >= 0, column[np.maximum(index, 0)], before)
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as JSON; NaN is null, what JSON does not know is text."""
+    try:
+        options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        return bytes(orjson.dumps(value, default=_known, option=options))
+    except TypeError:  # text that is not UTF-8, integers of more than 64 bits
+        return json.dumps(_plain(value)).encode()
+
+
+def _known(value: Any) -> Any:
+    """Return what orjson knows of: arrays that are not contiguous as lists, other objects as text."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, bool, int)) else str(value)

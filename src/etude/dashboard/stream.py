@@ -1,0 +1,212 @@
+"""Server-sent events: new records, events, media and states of runs reach the page within a second."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from etude.dashboard.catalogue import Catalogue, Run
+from etude.dashboard.parsing import dumps, parse
+from etude.dashboard.store import Store
+from etude.monitor.reading import EVENTS, MEDIA, METRICS, Follower
+
+POLL_S = 0.3
+QUIET_S = 15.0
+"""Seconds without news after which a comment shows that the connection is alive."""
+_MOST_BEHIND = 8 << 20
+"""Bytes of new records above which the page is asked to fetch the series again."""
+_MOST_WAITING = 1000
+
+Message = tuple[str, Any]
+
+
+def as_event(kind: str, data: Any) -> bytes:
+    """Return one server-sent event; JSON has no line breaks."""
+    return b"event: " + kind.encode() + b"\ndata: " + dumps(data) + b"\n\n"
+
+
+class Hub:
+    """Sends messages to every open connection; may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[Message]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a page is open."""
+        return bool(self._queues)
+
+    def connect(self) -> asyncio.Queue[Message]:
+        """Return a queue of messages for a new connection."""
+        self._loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Message] = asyncio.Queue(_MOST_WAITING)
+        self._queues.add(queue)
+        return queue
+
+    def disconnect(self, queue: asyncio.Queue[Message]) -> None:
+        """Forget a connection."""
+        self._queues.discard(queue)
+
+    def send(self, kind: str, data: Any) -> None:
+        """Send a message to all; a page that does not read loses messages."""
+        if self._loop is not None and self._queues and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, (kind, data))
+
+    def _put(self, message: Message) -> None:
+        for queue in self._queues:
+            if not queue.full():
+                queue.put_nowait(message)
+
+
+class _Tail:
+    """The end of one growing file."""
+
+    def __init__(self, path: Path, after: int | None = None) -> None:
+        self.follower = Follower(path)
+        self._seen: Any = None
+        self.restarts = 0
+        self.follower.lines(0)  # so that the file is known, and its replacement noticed
+        self.follower.offset = _last_line_end(path) if after is None else after
+
+    def read(self) -> bytes:
+        """Return new whole lines."""
+        try:
+            facts = self.follower.path.stat()
+            seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        except OSError:
+            return b""
+        if seen == self._seen:
+            return b""
+        lines = self.follower.lines(_MOST_BEHIND)
+        if self.follower.offset >= facts.st_size or not lines:
+            self._seen = seen
+        return lines
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the file was replaced since the last call."""
+        if self.follower.restarts == self.restarts:
+            return False
+        self.restarts = self.follower.restarts
+        return True
+
+
+class Subscription:
+    """Follows the files of one run for one page."""
+
+    def __init__(self, run: Run, store: Store, after: int | None) -> None:
+        self.run, self._store = run, store
+        self._metrics = _Tail(run.path / METRICS, after)
+        self._others = {"event": _Tail(run.path / EVENTS), "media": _Tail(run.path / MEDIA)}
+        size = _size(run.path / METRICS)
+        self._is_stale = after is not None and (after > size or size - after > _MOST_BEHIND)
+
+    def poll(self) -> list[Message]:
+        """Return what is new."""
+        key = self.run.key
+        messages: list[Message] = []
+        lines = self._metrics.read()
+        if self._metrics.is_replaced or self._is_stale:
+            self._is_stale = False
+            self._metrics.follower.offset = _last_line_end(self._metrics.follower.path)
+            messages.append(("restart", {"run": key}))
+        elif lines:
+            messages += self._points(lines)
+        for kind, tail in self._others.items():
+            lines = tail.read()
+            if not tail.is_replaced:
+                messages += [(kind, {"run": key, "record": record}) for record in parse(lines)]
+        return messages
+
+    def _points(self, lines: bytes) -> list[Message]:
+        series = self._store.known(self.run.key)
+        by_split: dict[str, list[dict[str, Any]]] = {}
+        for record in parse(lines):
+            by_split.setdefault(str(record.get("split")), []).append(record)
+        return [
+            (
+                "points",
+                {
+                    "run": self.run.key,
+                    "split": split,
+                    "records": records,
+                    "elapsed": None if series is None else [series.elapsed(_time(one)) for one in records],
+                    "cursor": self._metrics.follower.offset,
+                },
+            )
+            for split, records in by_split.items()
+        ]
+
+
+async def stream(
+    hub: Hub, subscriptions: Callable[[], list[Subscription]], is_over: Callable[[], bool]
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events until the page is closed or the server ends."""
+    queue = hub.connect()
+    try:
+        yield b"retry: 1000\n\n"
+        followed = await asyncio.to_thread(subscriptions)
+        quiet = 0.0
+        while not is_over():
+            messages = await asyncio.to_thread(lambda: [one for each in followed for one in each.poll()])
+            while not queue.empty():
+                messages.append(queue.get_nowait())
+            quiet = 0.0 if messages else quiet + POLL_S
+            if messages:
+                yield b"".join(as_event(*one) for one in messages)
+            elif quiet >= QUIET_S:
+                quiet = 0.0
+                yield b": quiet\n\n"
+            await asyncio.sleep(POLL_S)
+    finally:
+        hub.disconnect(queue)
+
+
+class Watch:
+    """Tells all pages about runs that changed, are new, or are gone."""
+
+    def __init__(self, hub: Hub, catalogue: Catalogue, describe: Callable[[Run], dict[str, Any]]) -> None:
+        self._hub, self._catalogue, self._describe = hub, catalogue, describe
+        self._last: dict[str, dict[str, Any]] = {}
+
+    def poll(self) -> None:
+        """Compare every run with what was last seen."""
+        now = {run.key: self._describe(run) for run in self._catalogue.runs()}
+        changed = [one for key, one in now.items() if self._last.get(key) != one]
+        removed = [key for key in self._last if key not in now]
+        self._last = now
+        if changed:
+            self._hub.send("runs", changed)
+        if removed:
+            self._hub.send("removed", removed)
+
+
+def _time(record: dict[str, Any]) -> float:
+    time = record.get("time")
+    return float(time) if isinstance(time, (int, float)) else float("nan")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _last_line_end(path: Path) -> int:
+    """Return where the last whole line ends."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end > 0:
+                start = max(0, end - (1 << 16))
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    return start + newline + 1
+                end = start
+    except OSError:
+        pass
+    return 0
