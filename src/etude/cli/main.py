@@ -134,15 +134,14 @@ def evaluate(
 def predict(
     run_dir: RunDir,
     data: Annotated[Path, typer.Option(help="A file or folder like the training's; labels are not needed.")],
-    out: Annotated[Path, typer.Option(help="The file to write: .csv, .jsonl or .npy.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .csv, .jsonl, .npy or .npz.")],
     overrides: Overrides = None,
     checkpoint: Weights = "best",
 ) -> None:
     """Predict the samples of a file with a run: classes and probabilities, or numbers."""
     found = _load("predict_run")(run_dir, data, out=out, which=checkpoint, overrides=overrides or [])
     if is_main():
-        what = "numbers" if found.classes is None else f"probabilities of {len(found.classes)} classes"
-        print(f"{out}: {len(found.values):,} prediction{'s' * (len(found.values) != 1)}, {what}")
+        print(f"{out}: {len(found):,} prediction{'s' * (len(found) != 1)}, {found}")
 
 
 @app.command()

@@ -13,13 +13,13 @@ from annotated_types import Ge
 from etude.config.registry import register
 from etude.core.files import cache_folder
 from etude.corpus.prepare import ensure_corpus
-from etude.data.catalog.tokens import Length, Share, Way, load_tokens
+from etude.data.catalog.tokens import Length, Share, Way, load_tokens, prepare_tokens
 from etude.data.splits import DataSplits
 
 logger = logging.getLogger("etude")
 
 
-@register("data", "text_corpus")
+@register("data", "text_corpus", prepare=prepare_tokens)
 def load_text_corpus(
     inputs: list[str] | None = None,
     out: str | None = None,

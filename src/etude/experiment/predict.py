@@ -14,13 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etude.core import ConfigError, TrainingError
+from etude.core import ConfigError
 from etude.core.files import replacing
-from etude.experiment.run import opened_run
+from etude.experiment.outputs import Outputs, as_outputs
+from etude.experiment.run import OpenedRun, opened_run
 
 logger = logging.getLogger("etude")
 
-SUFFIXES = (".csv", ".jsonl", ".npy")
+SUFFIXES = (".csv", ".jsonl", ".npy", ".npz")
 _INDEPENDENT = ("multi_label",)
 """Losses whose classes do not exclude each other."""
 
@@ -38,6 +39,12 @@ class Predictions:
     independent: bool = False
     """Whether a sample may have several classes."""
 
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __str__(self) -> str:
+        return "numbers" if self.classes is None else f"probabilities of {len(self.classes)} classes"
+
     def labels(self) -> list[str | None] | None:
         """Return the predicted class of each sample; None for numbers and for independent classes.
 
@@ -53,11 +60,11 @@ class Predictions:
         return int(np.isnan(self.values.reshape(len(self.values), -1)).any(1).sum())
 
     def write(self, path: Path) -> None:
-        """Write a .csv, .jsonl or .npy file, complete or not at all."""
-        if path.suffix != ".npy" and self.values.ndim > 2:
+        """Write a .csv, .jsonl, .npy or .npz file, complete or not at all."""
+        if path.suffix == ".csv" and self.values.ndim > 2:
             raise ConfigError(
                 f"{path}: the model's output has the shape {self.values.shape}, more than a row of numbers for each "
-                "sample; write a .npy file"
+                "sample; write a .npy or .jsonl file"
             )
         try:
             with replacing(path) as file:
@@ -68,6 +75,9 @@ class Predictions:
     def _write(self, file: IO[bytes], suffix: str) -> None:
         if suffix == ".npy":
             np.save(file, self.values)
+            return
+        if suffix == ".npz":
+            np.savez(file, prediction=self.values)
             return
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         if suffix == ".jsonl":
@@ -113,25 +123,18 @@ def predict_run(
     out: str | Path | None = None,
     which: str | int = "best",
     overrides: Iterable[str] = (),
-) -> Predictions:
+) -> Predictions | Outputs:
     """Predict the samples of a file or folder with a checkpoint of a run, and write them to `out` if it is given.
 
     The file is prepared as in training: the same standardisation, categories and tokenizer; labels are not needed,
-    nor is the data of the training. Raises ConfigError or DataError if the file does not fit.
+    nor is the data of the training. A model that returns one tensor gives `Predictions`; one that returns several,
+    or sequences of different lengths, `Outputs`. Raises ConfigError or DataError if the file does not fit.
     """
     target = None if out is None else _checked(Path(out), Path(data).expanduser())
     with opened_run(run_dir, which, list(overrides)) as run:
         trainer, other = run.with_file(data, labelled=False)
         output = trainer.predict(other.part)
-        if not isinstance(output, Tensor):
-            raise TrainingError(
-                f"the model's output is a {type(output).__name__}, not one tensor; predict in Python, with "
-                "load_model and etude.predict"
-            )
-        loss = run.config.selection("loss")
-        independent = loss is not None and loss.component.name in _INDEPENDENT
-        meta = run.checkpoint.meta
-        found = as_predictions(output, meta["model_sizes"], meta.get("data") or {}, other.names, independent)
+        found = _found(output, run, other.names)
         if count := found.num_nan():
             logger.warning(
                 "%d of the predictions are NaN; look at their values in %s, and at the weights", count, data
@@ -139,6 +142,15 @@ def predict_run(
         if target is not None:
             run.world.attempt(lambda: found.write(target), here=run.world.is_main)
         return found
+
+
+def _found(output: Any, run: OpenedRun, names: Sequence[str] | None) -> Predictions | Outputs:
+    if not isinstance(output, Tensor):
+        return as_outputs(output, names)
+    loss = run.config.selection("loss")
+    independent = loss is not None and loss.component.name in _INDEPENDENT
+    meta = run.checkpoint.meta
+    return as_predictions(output, meta["model_sizes"], meta.get("data") or {}, names, independent)
 
 
 def as_predictions(

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from etude.config.registry import Section, register
-from etude.core.errors import DataError
-from etude.data.catalog.tokens import Length, Share, Way, load_tokens
+from etude.core.errors import ConfigError, DataError
+from etude.core.spelling import listed
+from etude.data.catalog.tokens import Length, Share, Way, load_tokens, prepare_tokens
 from etude.data.sources.base import BatchSource
 from etude.data.sources.mixture import TokenMixture
-from etude.data.splits import DataSplits, Draw, LoaderData, Streams
+from etude.data.splits import DataSplits, Draw, LoaderData, OtherData, Streams
 from etude.data.text.blocks import TokenBlocks
 from etude.data.text.documents import TokenDocuments
 from etude.data.text.masking import MaskedTokens
@@ -25,7 +26,20 @@ BUCKETS = "bucket_batches"
 Mixing = Literal[Draw, "mixed"]
 
 
-@register("data", "streams")
+def prepare_streams(
+    path: Path,
+    facts: Mapping[str, Any],  # noqa: ARG001
+    arguments: Mapping[str, Any],
+    labelled: bool,  # noqa: ARG001
+) -> OtherData:
+    """Raise ConfigError: a file does not say to which stream it belongs."""
+    raise ConfigError(
+        f"{path}: the run was trained on the streams {listed(arguments['streams'])}, each prepared in its own way, and "
+        "a file does not say which it belongs to; in Python: etude.predict(load_model(RUN_DIR), inputs)"
+    )
+
+
+@register("data", "streams", prepare=prepare_streams)
 def load_streams(
     streams: dict[str, Annotated[Any, Section("data")]],
     weights: dict[str, float] | None = None,
@@ -44,7 +58,7 @@ def load_streams(
     return combine_streams(streams, weights, draw, epoch_samples)
 
 
-@register("data", "token_mixture")
+@register("data", "token_mixture", prepare=prepare_tokens)
 def load_token_mixture(
     roots: dict[str, str],
     weights: dict[str, Annotated[float, Gt(0)]],

@@ -106,9 +106,9 @@ def prepare_tokens(
 ) -> OtherData:
     """Return the samples of another token file, read as in training; the next tokens are their labels."""
     names = ("length", "packing", "mask_rate", "mask_id", "bucket_batches", "attention")
-    settings = {name: arguments[name] for name in names}
+    settings = {name: arguments[name] for name in names if name in arguments}  # other data sets have fewer
     reading = Reading(arguments["read"], schema=find_schema(str(path.parent)), **settings)
-    file = open_tokens(str(path), dtype=arguments["dtype"], document_end=arguments["document_end"])
+    file = open_tokens(str(path), dtype=arguments.get("dtype"), document_end=arguments.get("document_end"))
     return OtherData(reading.part(reading.source(file, training=False)))
 
 
