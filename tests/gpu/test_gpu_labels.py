@@ -11,7 +11,7 @@ from etude.engine.evaluation import evaluate
 from etude.metrics.metric_set import MetricSet
 from metric_classes import LABELS, LOGITS, OF_CLASSES, with_label
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 
 @pytest.mark.parametrize("label", [4, -1])
@@ -58,7 +58,7 @@ def test_metrics_of_classes_are_captured_with_their_check():
     kept = ("auroc", "average precision")  # they keep rows, which a graph cannot
     measures = MetricSet.of([make() for name, make in OF_CLASSES.items() if name not in kept])
     data = torch.randn(320, 6), torch.arange(320) % 4
-    config = {"epochs": 2, "batch_size": 8, "capture": "on", "compile": "off"}
+    config = {"epochs": 2, "batch_size": 8, "capture": "on", "compile": "off", "precision": "fp32"}
     trainer = Trainer(nn.Linear(6, 4), data, data, metrics=measures, config=config, progress=False)
     trainer.train()
     assert trainer.machine.evaluation._graphs, trainer.machine.evaluation.refused
