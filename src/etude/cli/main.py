@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
+from etude.cli.runs import runs_app
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -78,6 +79,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show, check and describe experiment configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(runs_app, name="runs")
 
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")

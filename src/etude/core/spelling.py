@@ -111,6 +111,15 @@ def shorten(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
+def printable(text: str, length: int = 200) -> str:
+    """Return a text of others for a terminal: without control characters, and shortened.
+
+    >>> printable("a\\x1b[31mb"), printable("x" * 9, 4)
+    ('a�[31mb', 'xxx…')
+    """
+    return shorten("".join(one if one.isprintable() else "\ufffd" for one in text[: length + 1]), length)
+
+
 def a(noun: str) -> str:
     """Return the noun with its indefinite article.
 

@@ -1,0 +1,197 @@
+"""The metrics of a run as curves: values by step, time, epoch, samples or tokens, and fewer points for a picture."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from etude.core.errors import ConfigError
+from etude.core.spelling import shorten, suggest
+from etude.monitor.jsonl import NONFINITE
+from etude.monitor.reading import EVENTS, METRICS, Follower
+
+Axis = Literal["step", "time", "epoch", "samples", "tokens"]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+SPLITS = ("train", "val", "epoch")
+"""Kinds of records, in the order in which a metric is searched."""
+_PLACES = frozenset({"step", "epoch", "split", "time", NONFINITE})
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric of a run; `y` is NaN where the value was not finite."""
+
+    name: str
+    x: Array
+    y: Array
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Number of values that were NaN or infinite."""
+        return int(np.isnan(self.y).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A series with few points: smallest, largest and last value of each bucket, and the last x there."""
+
+    x: Array
+    low: Array
+    high: Array
+    last: Array
+
+
+class RunMetrics:
+    """All metrics of a run folder, as they are now; it reads the whole file."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.path = Path(run)
+        self._records: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        for record in read_all(self.path / METRICS):
+            self._records.get(str(record.get("split")), []).append(record)
+        self.events = read_all(self.path / EVENTS)
+
+    def names(self, *splits: str) -> list[str]:
+        """Return the names of the metrics, in the order of their first record."""
+        chosen = splits or SPLITS
+        found = dict.fromkeys(name for split in chosen for record in self._records[split] for name in record)
+        return [name for name in found if name not in _PLACES and self._is_number(name)]
+
+    def series(self, name: str, x: str = "step", split: str | None = None) -> Series:
+        """Return a metric: of log points, or else of validations or of epochs, unless a split is named.
+
+        Raises ConfigError for an unknown metric or axis, and for an axis that the run did not record.
+        """
+        if x not in get_args(Axis):
+            raise ConfigError(f"unknown axis '{shorten(x)}'; there are: {', '.join(get_args(Axis))}")
+        for one in SPLITS if split is None else (split,):
+            if records := [record for record in self._records[one] if name in record]:
+                values = [_number(record[name]) for record in records]
+                return Series(name, self._places(records, x), np.array(values, dtype=np.float64))
+        raise ConfigError(f"{self.path}: no metric '{shorten(name)}'{suggest(name, self.names())}")
+
+    @cached_property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of one epoch, if known."""
+        known = [event["steps_per_epoch"] for event in self.events if _is_count(event.get("steps_per_epoch"))]
+        return known[-1] if known else None
+
+    @cached_property
+    def pauses(self) -> list[tuple[float, float]]:
+        """When the run was resumed, and for how many seconds it had not been running."""
+        found, last = [], None
+        times = sorted(
+            (now, event.get("kind") == "resume")
+            for event in [*self.events, *(one for records in self._records.values() for one in records)]
+            if isinstance(now := event.get("time"), (int, float))
+        )
+        for now, is_resume in times:
+            if is_resume and last is not None:
+                found.append((now, now - last))
+            last = now
+        return found
+
+    @cached_property
+    def began(self) -> float:
+        """When the run began, in seconds since 1970."""
+        records = [*self.events[:1], *(records[0] for records in self._records.values() if records)]
+        return min((one["time"] for one in records if isinstance(one.get("time"), (int, float))), default=0.0)
+
+    def _places(self, records: list[dict[str, Any]], x: str) -> Array:
+        steps = np.array([_number(record.get("step")) for record in records])
+        if x == "time":
+            return self.elapsed(np.array([_number(record.get("time")) for record in records]))
+        if x == "epoch":
+            per_epoch = self.steps_per_epoch
+            return steps / per_epoch if per_epoch else np.array([_number(one.get("epoch")) + 1 for one in records])
+        if x == "step":
+            return steps
+        known = [(_number(one.get("step")), one[x]) for one in self._records["train"] if _is_count(one.get(x))]
+        if not known:
+            raise ConfigError(f"{self.path}: the run did not record its {x}; choose another --x, such as step")
+        places, counts = np.array(known, dtype=np.float64).T
+        return np.asarray(np.interp(steps, places, counts))
+
+    def elapsed(self, times: Array) -> Array:
+        """Return the seconds since the start at which the run was at these times, without pauses."""
+        paused = np.zeros_like(times)
+        for when, seconds in self.pauses:
+            paused += np.where(times >= when, seconds, 0.0)
+        return times - self.began - paused
+
+    def _is_number(self, name: str) -> bool:
+        values = (record[name] for records in self._records.values() for record in records if name in record)
+        return isinstance(next(values), (int, float, type(None)))
+
+
+def read_all(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file of JSON lines that may still be written."""
+    follower, records = Follower(path), list[dict[str, Any]]()
+    before = -1
+    while follower.offset != before:  # a part may hold no record
+        before = follower.offset
+        records += follower.read()
+    return records
+
+
+def downsample(x: Array, y: Array, count: int) -> Buckets:
+    """Return at most `count` buckets of equal width in x; a spike stays, as the low or high of its bucket.
+
+    A bucket without a finite value is NaN. Few points stay as they are, in their order.
+
+    >>> found = downsample(np.arange(6.0), np.array([1.0, 9.0, 2.0, 3.0, 0.0, 4.0]), 2)
+    >>> found.low.tolist(), found.high.tolist(), found.last.tolist(), found.x.tolist()
+    ([1.0, 0.0], [9.0, 4.0], [2.0, 4.0], [2.0, 5.0])
+    """
+    keep = np.isfinite(x)
+    x, y = x[keep], y[keep]
+    if len(x) <= count:
+        return Buckets(x, y, y, y)
+    order = np.argsort(x, kind="stable")
+    x, y = x[order], y[order]
+    half = x[-1] / 2 - x[0] / 2  # the whole difference may overflow
+    share = (x / 2 - x[0] / 2) / half if half > 0 else np.zeros(len(x))
+    which = np.minimum((share * count).astype(np.int64), count - 1)
+    starts = np.flatnonzero(np.diff(which, prepend=-1))
+    ends = np.append(starts[1:], len(x)) - 1
+    low = np.minimum.reduceat(np.where(np.isnan(y), np.inf, y), starts)
+    high = np.maximum.reduceat(np.where(np.isnan(y), -np.inf, y), starts)
+    positions = np.maximum.accumulate(np.where(np.isnan(y), -1, np.arange(len(y))))[ends]
+    known = positions >= starts
+    return Buckets(
+        x[ends],
+        np.where(known, low, np.nan),
+        np.where(known, high, np.nan),
+        np.where(known, y[np.maximum(positions, 0)], np.nan),
+    )
+
+
+def smoothed(y: Array, weight: float) -> Array:
+    """Return the exponential moving average with this weight (0 changes nothing), without bias at its beginning.
+
+    Values that are not finite do not count, and stay as they are.
+
+    >>> smoothed(np.array([1.0, np.nan, 3.0]), 0.5).round(3).tolist()
+    [1.0, nan, 2.333]
+    """
+    found, total, mass = np.array(y, dtype=np.float64), 0.0, 0.0
+    for index in np.flatnonzero(np.isfinite(y)):
+        total, mass = weight * total + (1 - weight) * float(y[index]), weight * mass + 1 - weight
+        found[index] = total / mass
+    return found
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,52 @@
+"""Curves as a picture in a file, drawn by matplotlib (extra `plot`)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.core.errors import ConfigError
+from etude.monitor.series import Series, smoothed
+
+FORMATS = (".png", ".svg", ".pdf")
+FEW = 50
+"""Points up to which they are marked, so that one between gaps is seen."""
+
+
+def save_figure(
+    curves: Sequence[Series],
+    names: Sequence[str],
+    out: Path,
+    *,
+    x_label: str,
+    log: bool = False,
+    smooth: float = 0.0,
+) -> None:
+    """Write curves of one metric to a file; raise ConfigError without matplotlib, or if it cannot be written."""
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out {out}: the name must end in {', '.join(FORMATS)}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--out needs matplotlib: pip install 'etude[plot]'") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (curve, name) in enumerate(zip(curves, names, strict=True)):
+        color, mark = f"C{place % 10}", "." if len(curve.x) <= FEW else ""
+        if smooth:
+            axes.plot(curve.x, curve.y, color=color, alpha=0.3, linewidth=1)
+        # a name that begins with an underscore would be left out of the legend, and $ begins a formula
+        axes.plot(curve.x, smoothed(curve.y, smooth), marker=mark, color=color, label=" " + _plain(name))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(_plain(curves[0].name))
+    axes.grid(alpha=0.3)
+    if log:
+        axes.set_yscale("log")
+    if len(curves) > 1:
+        axes.legend()
+    try:
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
+
+
+def _plain(name: str) -> str:
+    return name.replace("$", r"\$")
