@@ -85,6 +85,8 @@ def test_groups_are_those_of_torch_for_any_optimizer():
         ({"groups": [{"params": "head", "lr": -1.0}]}, ["groups.0.lr", "-1.0"]),
         ({"groups": [{"params": "head", "lr": "high"}]}, ["groups.0.lr", "high"]),
         ({"groups": [{"params": "head", "betas": (0.9, 1.5)}]}, ["groups.0.betas", "1.5"]),
+        ({"groups": [{"params": "head"}, {"params": "head.bias", "lr": 1.0}]}, ["groups.1", "earlier"]),
+        ({"groups": [{"params": "head", "name": "a"}, {"params": "embed", "name": "a"}]}, ["groups.1", "'a'"]),
         ({"layer_decay": 1.5}, ["layer_decay", "1.5"]),
     ],
 )

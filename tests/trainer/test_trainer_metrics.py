@@ -367,3 +367,44 @@ def test_a_nan_in_validation_is_a_number_and_does_not_end_the_run():
     assert result.parts["f1"] == 0
     assert math.isnan(result.perplexity)
     assert all(math.isnan(result.parts[name]) for name in ("auroc", "calibration_error", "average_precision"))
+
+
+# ------------------------------------------------------------------ files
+
+
+def matrix_of(folder):
+    return json.loads((folder / "metrics/confusion_matrix.json").read_text())["matrix"]
+
+
+def test_a_matrix_is_there_with_the_checkpoint_and_a_resume_leaves_it(tmp_path):
+    seen = []
+
+    class Reads(Callback):
+        def on_checkpoint(self, path):
+            seen.append(matrix_of(tmp_path))
+
+    settings = {"metrics": ["confusion_matrix"], "config": SETTINGS, "output_dir": tmp_path, "progress": False}
+    trainer = Trainer(model(), data(), data(), callbacks=Reads(), **settings)
+    trainer.train()
+    x, y = data()
+    expected = sk.confusion_matrix(y, trainer.model(x).argmax(1)).tolist()
+    assert seen[-1] == expected  # a run that is killed here has nothing left to validate
+    (tmp_path / "result.json").unlink()
+    Trainer(model(), data(), data(), resume=True, **settings).train()
+    assert matrix_of(tmp_path) == expected
+
+
+def test_without_validation_a_matrix_is_that_of_training(tmp_path):
+    net = model()
+    trainer = Trainer(
+        net,
+        data(),
+        metrics=["confusion_matrix"],
+        config=SETTINGS,
+        optimizer=still(net),
+        output_dir=tmp_path,
+        progress=False,
+    )
+    trainer.train()
+    x, y = data()
+    assert matrix_of(tmp_path) == sk.confusion_matrix(y, net(x).argmax(1)).tolist()

@@ -1,9 +1,11 @@
 """Write a run's metrics, events and heartbeat to its folder."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from etude.callbacks.events import EventCallback
+from etude.core import RunFolderError
 from etude.engine.callback import Logs, RunInfo
 from etude.monitor.events import (
     EpochStarted,
@@ -36,6 +38,8 @@ class RunRecorder(EventCallback):
         self._metrics = JsonlSink(folder.metrics_path, self._warn)
         self._media = JsonlSink(folder.media_path, self._warn)
         self._heartbeat: Heartbeat | None = None
+        self._files: Mapping[str, str] = {}
+        """The files of metrics as they are in the folder."""
         self._resumed_at = 0
         self._written: set[Any] = set()
         """Records of that step from before the run was resumed; they are not recorded again."""
@@ -61,6 +65,23 @@ class RunRecorder(EventCallback):
         """Write a validation."""
         self._show("training")
         super().on_validation_end(epoch, metrics)
+        self._write_files()
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Write an epoch."""
+        super().on_epoch_end(epoch, logs)
+        self._write_files()
+
+    def _write_files(self) -> None:
+        """Write the files of metrics before the next checkpoint: a run that is killed after its last one has them."""
+        files = {} if self._task is None else self._task.files()
+        if files == self._files:
+            return
+        try:
+            self.folder.write_files(files)
+            self._files = files
+        except RunFolderError as error:  # like records, they are written again later
+            self._warn(str(error))
 
     def on_validation_cut_off(self, epoch: int) -> None:
         """Show in the heartbeat that validation has ended."""

@@ -220,5 +220,6 @@ class ConfusionMatrix(ClassCounts):
         return {}
 
     def files(self) -> Mapping[str, str]:
-        """Return the matrix as JSON and, up to 100 classes, as a picture."""
-        return matrix_files(self.name, self.compute(), self.class_names)
+        """Return the matrix as JSON and, up to 100 classes, as a picture; nothing if it is empty."""
+        matrix = self.compute()
+        return matrix_files(self.name, matrix, self.class_names) if matrix.any() else {}

@@ -83,6 +83,8 @@ class Together:
         """Those that read the counts of other metrics."""
         self._may_read = False
         """Whether there are such after a reset, on every rank."""
+        self.files: dict[str, str] = {}
+        """The files of the last results, such as a confusion matrix over all ranks: name to text."""
         self.reset()
 
     def update(self, predictions: Any, labels: Any) -> None:
@@ -139,6 +141,7 @@ class Together:
                     f"two metrics report '{min(twice)}'; name one of them: metrics={{'{metric.name}_2': …}}"
                 )
             found |= results
+        self.files = {name: text for metric in self.metrics.values() for name, text in metric.files().items()}
         if own is not None:
             self.load_state_dict(own)
         return found
@@ -218,5 +221,5 @@ class MetricSet(Measures):
         self.training.load_state_dict(*states)
 
     def files(self) -> dict[str, str]:
-        """Return the files of the metrics of the last validation: name to text."""
-        return {name: text for metric in self.validation.metrics.values() for name, text in metric.files().items()}
+        """Return the files of the metrics of the last validation, without one those of training: name to text."""
+        return self.validation.files or self.training.files

@@ -215,6 +215,16 @@ class RunFolder:
         """Write the outcome; `"status": "finished"` marks a run that reached its end."""
         self._write(self.result_path, _json(plain(result)))
 
+    def write_files(self, files: Mapping[str, str]) -> None:
+        """Write files of metrics, name to text, such as a confusion matrix, into `metrics/`."""
+        folder = self.path / "metrics"
+        try:
+            for name, text in files.items():
+                folder.mkdir(exist_ok=True)
+                write_text(folder / name, text)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
     def read_result(self) -> dict[str, Any]:
         """Return the outcome; empty while there is none."""
         try:

@@ -66,6 +66,7 @@ def group_parameters(
             check(group, f"optimizer.groups.{place}")
         for name in names_matching(group["params"], names.values(), f"optimizer.groups.{place}.params"):
             chosen.setdefault(name, place)
+    _check_groups(own, set(chosen.values()))
     layers = {} if layer_decay is None else _layers(names.values())
     last = max(layers.values(), default=0)
     made: dict[tuple[int, int, int, bool], dict[str, Any]] = {}
@@ -113,6 +114,18 @@ def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Ma
     patterns = [found["params"]] if isinstance(found["params"], str) else list(found["params"])
     label = ", ".join(re.sub(r"[.*?]+$", "", one) or one for one in patterns)
     return {"name": label, **found, "params": patterns}
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], used: set[int]) -> None:
+    """Raise ConfigError for a group without parameters, or with the name of another, whose rate would not be seen."""
+    for place, group in enumerate(groups):
+        if place not in used:
+            raise ConfigError(
+                f"optimizer.groups.{place}.params: all parameters that match are in earlier groups; list this group "
+                "before them, or remove it"
+            )
+        if any(group["name"] == other["name"] for other in groups[:place]):
+            raise ConfigError(f"optimizer.groups.{place}: two groups are named '{group['name']}'; set another `name`")
 
 
 def _layers(names: Iterable[str]) -> dict[str, int]:

@@ -24,7 +24,6 @@ from etude.checkpoint.trust import errors_of
 from etude.config import dump_yaml
 from etude.config.selection import plain
 from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
-from etude.core.files import write_text
 from etude.core.run_layout import folder_name
 from etude.engine.callback import Callback
 from etude.engine.callback_list import CallbackList
@@ -305,7 +304,5 @@ def _as_folder(output_dir: Any, checkpoint_dir: str | None) -> RunFolder | None:
 
 
 def _write(folder: RunFolder, result: dict[str, Any], files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        (folder.path / "metrics").mkdir(exist_ok=True)
-        write_text(folder.path / "metrics" / name, text)
+    folder.write_files(files)
     folder.write_result(result)
