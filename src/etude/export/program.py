@@ -5,7 +5,7 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from etude.core import Batch, ConfigError
+from etude.core import Batch, ConfigError, Task
 from etude.core.batch import num_samples
 from etude.core.model import Forward, ModelCall, unwrap
 from etude.core.spelling import shorten
@@ -62,6 +62,43 @@ class Program(nn.Module):
         return tuple(tensor.contiguous() for tensor in found)
 
 
+class TaskProgram(Program):
+    """A model that a task calls in its own way, such as several tasks their heads; its outputs are by task."""
+
+    def __init__(self, model: nn.Module, task: Task, batch: Mapping[str, Any]) -> None:
+        """Take an example batch; its tensors that change the outputs are the inputs, the others labels."""
+        nn.Module.__init__(self)
+        self.model, self._task, self._batch = model, task, dict(batch)
+        self.names = [key for key, one in batch.items() if isinstance(one, Tensor) and not self._is_unused(key)]
+        tensors = {key for key, one in batch.items() if isinstance(one, Tensor)}
+        self._batch = {key: one for key, one in batch.items() if key in self.names or key not in tensors}
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Return the outputs of the tasks."""
+        given = dict(zip(self.names, tensors, strict=True))
+        return readable(self._task.predict(self.model, {**self._batch, **given}))
+
+    def example(self) -> tuple[Tensor, ...]:
+        """Return the inputs of the example batch."""
+        return tuple(self._batch[name].contiguous() for name in self.names)
+
+    def _is_unused(self, key: str) -> bool:
+        """Whether neither another value nor the absence of a tensor of the batch changes the outputs."""
+        others = {name: one for name, one in self._batch.items() if name != key}
+        try:
+            whole, other, without = (
+                _leaves(readable(self._task.predict(self.model, one)))
+                for one in (self._batch, {**others, key: (self._batch[key] == 0).to(self._batch[key])}, others)
+            )
+        except Exception:  # the model's own code: it needs this input
+            return False
+        same = [len(whole) == len(found) for found in (other, without)]
+        return all(same) and all(
+            torch.equal(one, two) and torch.equal(one, three)
+            for one, two, three in zip(whole, other, without, strict=True)
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A program that has been written, loaded again, and compared with the model."""
@@ -76,8 +113,10 @@ class Saved:
     """Which exporter made it, and why if it is not the first choice."""
 
 
-def save_program(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
+def save_program(model: nn.Module, batch: Batch, path: str | Path, *, task: Task | None = None) -> Saved:
     """Write a model with `torch.export`, for batches of any size; `batch` is an example.
+
+    With a `task` that calls the model in its own way, such as a `MultiTask`, the outputs are those of its `predict`.
 
     `torch.export.load(path).module()(inputs)` runs it, without the code of the model. Raises ConfigError with the
     reason if the model cannot be exported, or only for one batch size.
@@ -95,11 +134,11 @@ def save_program(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
         module = torch.export.load(file).module()
         return lambda tensors: _leaves(module(*tensors))
 
-    return _save(model, batch, Path(path), make, load)
+    return _save(model, batch, Path(path), make, load, task)
 
 
-def save_onnx(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
-    """Write a model as ONNX, for batches of any size; `batch` is an example.
+def save_onnx(model: nn.Module, batch: Batch, path: str | Path, *, task: Task | None = None) -> Saved:
+    """Write a model as ONNX, for batches of any size; `batch` is an example, `task` as of `save_program`.
 
     The file is compared with the model by onnxruntime. The exporter that is based on `torch.export` is used, and the
     older one if that fails. Raises ConfigError with the reason if both fail.
@@ -148,15 +187,23 @@ def save_onnx(model: nn.Module, batch: Batch, path: str | Path) -> Saved:
 
         return run
 
-    program_names = example_program(model, batch).names
-    return _save(model, batch, Path(path), make, load)
+    with eval_mode(model), torch.no_grad():
+        program_names = example_program(model, batch, task).names
+    return _save(model, batch, Path(path), make, load, task)
 
 
-def example_program(model: nn.Module, batch: Batch) -> Program:
+def example_program(model: nn.Module, batch: Batch, task: Task | None = None) -> Program:
     """Return a model with the arguments of its call for a batch. Raises ConfigError if the batch is too small."""
     model = unwrap(model)
-    args, kwargs = ModelCall(model)(lambda *args, **kwargs: (args, kwargs), batch)
-    program = Program(model, args, kwargs)
+    if task is not None and type(task).predict is not Task.predict:
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"a {type(task).__name__} is exported with a mapping as batch, not a {type(batch).__name__}"
+            )
+        program: Program = TaskProgram(model, task, batch)
+    else:
+        args, kwargs = ModelCall(model)(lambda *args, **kwargs: (args, kwargs), batch)
+        program = Program(model, args, kwargs)
     if num_samples(batch) < 2 or any(one.dim() == 0 or len(one) != num_samples(batch) for one in program.example()):
         raise ConfigError(
             "a program for any batch size needs an example batch of at least 2 samples, with a row of every input for "
@@ -171,6 +218,7 @@ def _save(
     path: Path,
     make: Callable[[Program, Path], str],
     load: Callable[[Path], Run],
+    task: Task | None,
 ) -> Saved:
     """Make a file beside its destination, load and compare it, and only then put it in place."""
     with (
@@ -180,7 +228,7 @@ def _save(
         tempfile.TemporaryDirectory(dir=path.parent) as folder,
         _quiet(),
     ):
-        program = example_program(model, batch).eval()
+        program = example_program(model, batch, task).eval()
         file = Path(folder) / path.name
         try:
             exporter = make(program, file)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from etude.checkpoint import Checkpoint
 from etude.core import Batch, ConfigError, Task
+from etude.core.batch import JointBatch
+from etude.data import StreamLoader
 from etude.distributed import World
 from etude.experiment.build import build_data
 from etude.experiment.config import load_config
@@ -87,11 +89,11 @@ def _export(
         model = model_of(folder, checkpoint, import_class=import_class)
         files = save_hub(model, place, _card(folder, checkpoint), checkpoint.meta.get("tokenizer"))
         return Exported(files, [f"{place}: {', '.join(file.name for file in files)}, of {source}"])
-    model, batch = _with_batch(folder, checkpoint, overrides)
+    model, batch, task = _with_batch(folder, checkpoint, overrides)
     if to == "onnx":
-        saved = save_onnx(model, batch, place / "model.onnx")
+        saved = save_onnx(model, batch, place / "model.onnx", task=task)
     else:
-        saved = save_program(model, batch, place / "model.pt2")
+        saved = save_program(model, batch, place / "model.pt2", task=task)
     return Exported([saved.path], _words(saved, source))
 
 
@@ -109,21 +111,17 @@ def _words(saved: Saved, source: str) -> list[str]:
     ]
 
 
-def _with_batch(folder: RunFolder, checkpoint: Checkpoint, overrides: Sequence[str]) -> tuple[nn.Module, Batch]:
-    """Return the model of a run on the CPU, and the first samples of its validation or training data."""
+def _with_batch(folder: RunFolder, checkpoint: Checkpoint, overrides: Sequence[str]) -> tuple[nn.Module, Batch, Task]:
+    """Return the model of a run on the CPU, the first samples of its validation or training data, and its task."""
     small = ("training.device=cpu", f"training.batch_size={_SAMPLES}")
     config = load_config(folder.config_path, overrides=[*overrides, *small], announce=True)
     data = build_data(config, World())
     trainer = OpenedRun(config, checkpoint, World()).trainer(data)
-    if type(trainer.task).predict is not Task.predict:
-        raise ConfigError(
-            f"{folder.path}: its {type(trainer.task).__name__} calls the model in its own way, which a program of one "
-            "call cannot do; use --to state_dict"
-        )
     loader: Any = data.loader("validation") or data.loader("train")
-    batches = loader.in_order().iterate(0)
+    batches = (loader if isinstance(loader, StreamLoader) else loader.in_order()).iterate(0)
     try:
-        return trainer.model, next(batches)
+        batch = next(batches)
+        return trainer.model, batch[0] if isinstance(batch, JointBatch) else batch, trainer.task
     finally:
         batches.close()
 
