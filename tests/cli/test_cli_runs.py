@@ -104,6 +104,14 @@ def test_tail_says_how_a_run_ended(etude, two):
     assert (outcome.code, outcome.out.splitlines()[-1].split()[0]) == (1, "lost")
 
 
+def test_report(etude, two, tmp_path):
+    outcome = etude("report", "one", "two", "--out", "both.html")
+    assert (outcome.code, outcome.out) == (0, "made both.html (0.0 MB)\n")
+    assert (tmp_path / "both.html").read_text().startswith("<!doctype html>")
+    assert "there is no run 'three'" in etude("report", "three").error
+    assert "choose another --out" in etude("report", "one", "--out", "nowhere/both.html").error
+
+
 def test_names_of_others_do_not_reach_the_terminal(etude, two):
     evil = make_run(two / "evil", [1.0, 2.0], config={"name": "[red]\x1b[2J", "optimizer": {"lr": "\x1b]0;x\x07[b]"}})
     lines(evil / "metrics.jsonl", [{"split": "train", "step": 3, "time": 1e9, "[red]\x1b[2J": 1.0}])
@@ -124,9 +132,10 @@ def test_no_command_about_runs_imports_torch(two):
     code = """
 import sys
 from etude.cli.main import app
-for words in (["list"], ["compare", "one", "two"], ["plot", "one", "loss"], ["tail", "one"]):
+commands = [["list"], ["compare", "one", "two"], ["plot", "one", "loss"], ["tail", "one"]]
+for words in (["report", "one"], *(["runs", *words] for words in commands)):
     try:
-        app(["runs", *words])
+        app(words)
     except SystemExit as end:
         assert not end.code, words
 assert "torch" not in sys.modules

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
-from etude.cli.runs import runs_app
+from etude.cli.runs import report, runs_app
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -215,6 +215,7 @@ def eject(
     print(f"made {' and '.join(map(str, files))}; train it with: python {out}")
 
 
+app.command()(report)
 app.command()(tokenize)
 app.command()(dashboard)
 

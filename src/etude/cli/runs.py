@@ -130,6 +130,19 @@ def plot(
     _draw(console, curves, names, x, log, smooth)
 
 
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR…", help=_RUN)],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    root: Root = Path("runs"),
+) -> None:
+    """Write a report of runs: one HTML file with charts that opens anywhere, without a network."""
+    from etude.runs.find import find_several
+    from etude.runs.report import write_report
+
+    size = write_report(find_several(runs, root), out)
+    print(f"made {out} ({size / 1e6:.1f} MB)")
+
+
 def _draw(
     console: "Console", curves: "list[Series]", names: list[str], x: str, log: bool = False, smooth: float = 0.0
 ) -> None:

@@ -153,9 +153,7 @@ def downsample(x: Array, y: Array, count: int) -> Buckets:
         return Buckets(x, y, y, y)
     order = np.argsort(x, kind="stable")
     x, y = x[order], y[order]
-    half = x[-1] / 2 - x[0] / 2  # the whole difference may overflow
-    share = (x / 2 - x[0] / 2) / half if half > 0 else np.zeros(len(x))
-    which = np.minimum((share * count).astype(np.int64), count - 1)
+    which = np.minimum((share_of(x, x[0], x[-1]) * count).astype(np.int64), count - 1)
     starts = np.flatnonzero(np.diff(which, prepend=-1))
     ends = np.append(starts[1:], len(x)) - 1
     low = np.minimum.reduceat(np.where(np.isnan(y), np.inf, y), starts)
@@ -168,6 +166,16 @@ def downsample(x: Array, y: Array, count: int) -> Buckets:
         np.where(known, high, np.nan),
         np.where(known, y[np.maximum(positions, 0)], np.nan),
     )
+
+
+def share_of(values: Array, low: float, high: float) -> Array:
+    """Return where values are between two others, from 0 to 1; the middle if both are equal.
+
+    >>> share_of(np.array([2.0, 3.0, 4.0]), 2.0, 4.0).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    half = high / 2 - low / 2  # the whole difference may overflow
+    return (values / 2 - low / 2) / half if half > 0 else np.where(np.isnan(values), np.nan, 0.5)
 
 
 def smoothed(y: Array, weight: float) -> Array:

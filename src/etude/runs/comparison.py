@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.callbacks.progress_lines import is_metric
+from etude.callbacks.progress_lines import is_metric, split_name
 from etude.core.errors import ConfigError
 from etude.core.monitor import known_mode
 from etude.monitor.live import Monitor, RunStatus
@@ -50,15 +50,15 @@ class Comparison:
         return [(run, metrics.series(name)) for run, metrics in pairs if name in metrics.names()]
 
 
-def compare_runs(paths: Sequence[Path]) -> Comparison:
-    """Compare run folders, also of running and dead runs; raise ConfigError for fewer than two."""
-    if len(paths) < 2:
+def compare_runs(paths: Sequence[Path], at_least: int = 2) -> Comparison:
+    """Compare run folders, also of running and dead runs; raise ConfigError for too few."""
+    if len(paths) < at_least:
         raise ConfigError("a comparison needs at least two runs; name another one")
     runs, statuses = [RunMetrics(path) for path in paths], [Monitor(path).read() for path in paths]
     monitors = {status.monitor for status in statuses}
     modes = {status.monitor: status.mode for status in statuses}
     names = dict.fromkeys(name for run in runs for name in run.names("val", "epoch") or run.names())
-    shown = [name for name in names if is_metric(name) or ("/" in name and is_metric(name.rpartition("/")[2]))]
+    shown = [name for name in names if is_metric(name) or _is_of_task(name)]
     rows = [_metric_row(name, runs, modes.get(name) or known_mode(name)) for name in shown]
     environments = [environment_of(path) for path in paths]
     return Comparison(
@@ -89,6 +89,11 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     while all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
         shared += 1
     return [str(Path(*one[shared:])) for one in parts]
+
+
+def _is_of_task(name: str) -> bool:
+    group, own = split_name(name)
+    return bool(group) and own != "weight" and is_metric(own)
 
 
 def _metric_row(name: str, runs: Sequence[RunMetrics], mode: str | None) -> MetricRow:

@@ -8,7 +8,7 @@ import numpy as np
 from rich.text import Text
 
 from etude.core.spelling import printable
-from etude.monitor.series import Array, Series, downsample, smoothed
+from etude.monitor.series import Array, Series, downsample, share_of, smoothed
 
 Style = Literal["braille", "letters", "ascii"]
 """Letters stand for points, where there are no colours to tell curves apart; ascii does without lines too."""
@@ -51,7 +51,7 @@ def draw(
     columns = max(_LEAST, width - margin)
     canvas = _Canvas(columns, height, 2 if braille else 1, 4 if braille else 1)
     for place, (x, y) in enumerate(points):
-        canvas.add(place, _share(x, left, right), 1.0 - _share(y, low, high))
+        canvas.add(place, share_of(x, left, right), 1.0 - share_of(y, low, high))
     text, marks = Text(no_wrap=True), "+|" if style == "ascii" else "┤│"
     for row, tick in enumerate(labels):
         text.append(f"{tick:>{margin - 2}} {marks[not tick]}", "dim")
@@ -130,12 +130,6 @@ def _scaled(one: Series, log: bool) -> tuple[Array, Array]:
     keep = np.isfinite(one.x)
     x, y = one.x[keep], one.y[keep]
     return x, np.log10(np.where(y > 0, y, np.nan)) if log else y
-
-
-def _share(values: Array, low: float, high: float) -> Array:
-    """Return where values are between two others, from 0 to 1; the middle if both are equal."""
-    half = high / 2 - low / 2  # the whole difference may overflow
-    return (values / 2 - low / 2) / half if half > 0 else np.where(np.isnan(values), np.nan, 0.5)
 
 
 def _tick_labels(low: float, high: float, height: int, log: bool) -> list[str]:
