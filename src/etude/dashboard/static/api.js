@@ -1,0 +1,66 @@
+// Requests, and the one stream of new points, events and states.
+
+import { data, emit, view } from "./state.js";
+
+/** Return the answer of the server to a request; throws an error with its words. */
+export async function get(path, query = {}, { signal, method = "GET", body } = {}) {
+  const search = new URLSearchParams();
+  for (const [key, value] of Object.entries(query)) {
+    for (const one of Array.isArray(value) ? value : [value]) if (one != null && one !== "") search.append(key, one);
+  }
+  const text = search.toString();
+  const options = { signal, method, headers: body ? { "Content-Type": "application/json" } : {}, body: body && JSON.stringify(body) };
+  const answer = await fetch(`api/${path}${text ? `?${text}` : ""}`, options);
+  const found = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Error(found.error || `${answer.status} ${answer.statusText}`);
+  return found;
+}
+export const post = (path, body, method = "POST") => get(path, {}, { method, body });
+
+/** Bytes of each run's metrics that the page has; the stream goes on from there. */
+export const cursors = new Map();
+let source = null;
+let listened = "";
+let wait = 500;
+let timer = 0;
+let opening = 0;
+
+/** Listen for the runs that are shown, if not already. */
+export function listen() {
+  clearTimeout(opening);
+  opening = setTimeout(open, 60);
+}
+
+function open(again = false) {
+  const runs = (view.runs ?? []).filter((id) => data.runs.has(id));
+  const wanted = runs.join("\n");
+  if (source && wanted === listened && !again) return;
+  clearTimeout(timer);
+  source?.close();
+  listened = wanted;
+  const query = new URLSearchParams();
+  runs.forEach((id) => query.append("run", id));
+  runs.forEach((id) => query.append("after", cursors.get(id) ?? ""));
+  source = new EventSource(`api/stream?${query}`);
+  source.onopen = () => {
+    if (wait > 500) emit("reconnected");
+    wait = 500;
+    emit("connection", true);
+  };
+  source.onerror = () => {
+    // Reconnecting by itself the browser would ask for old points again.
+    source.close();
+    source = null;
+    emit("connection", false);
+    timer = setTimeout(() => open(true), wait);
+    wait = Math.min(wait * 2, 8000);
+  };
+  for (const kind of ["runs", "points", "restart", "event", "media", "alert", "removed", "exact"]) {
+    source.addEventListener(kind, (message) => {
+      const found = JSON.parse(message.data);
+      if (kind === "points" && found.cursor != null) cursors.set(found.run, found.cursor);
+      if (kind === "restart") cursors.delete(found.run);
+      emit(`sse-${kind}`, found);
+    });
+  }
+}

@@ -1,0 +1,10 @@
+// The pages beside curves and table.
+
+import { alertsPage } from "./alerts.js";
+import { diffPage } from "./diff.js";
+import { layersPage } from "./layers.js";
+import { mediaPage } from "./media.js";
+import { runPage } from "./run.js";
+import { tasksPage } from "./tasks.js";
+
+export const pages = { tasks: tasksPage(), layers: layersPage(), media: mediaPage(), run: runPage(), diff: diffPage(), alerts: alertsPage() };
