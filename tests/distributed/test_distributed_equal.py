@@ -83,7 +83,13 @@ CASES = {
     # torch warns if no parameter is unused any more
     "frozen at first, averaged": (
         (2, 3),
-        {"freeze": "middle", "unfreeze": {1: "middle.weight", 9: "middle.bias"}, "ema": 0.9},
+        {
+            "epochs": 10,
+            "max_steps": 14,
+            "freeze": "middle",
+            "unfreeze": {1: "middle.weight", 9: "middle.bias"},
+            "ema": 0.9,
+        },
         points(49),
     ),
     "several optimizers": (
