@@ -14,7 +14,11 @@ from etude.multitask import MultiTask
 
 IDS = torch.randint(1, 9, (48, 6), generator=torch.Generator().manual_seed(0))
 TASKS = {
-    "kind": {"labels": "kind", "head": {"name": "linear", "out_features": 3, "in_features": 8}, "loss": "cross_entropy"},
+    "kind": {
+        "labels": "kind",
+        "head": {"name": "linear", "out_features": 3, "in_features": 8},
+        "loss": "cross_entropy",
+    },
     "size": {"labels": "size", "head": {"name": "linear", "out_features": 2, "in_features": 8}, "loss": "mse"},
 }
 

@@ -1,4 +1,4 @@
-"""The progress display: live on a terminal, plain lines in a file. It uses no thread and no tensors."""
+"""The progress display: live on a terminal or in a notebook, plain lines in a file; without threads and tensors."""
 
 import atexit
 import math
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_type_hints
 
 import torch
 
+from etude.callbacks.notebook import REFRESH_S, NotebookCell, in_notebook
 from etude.callbacks.progress_lines import (
     EpochRow,
     Groups,
@@ -47,9 +48,9 @@ _STATE = record_of(
 class ProgressDisplay(Callback):
     """Shows name, device, finished epochs, tasks, progress, metrics and the remaining time.
 
-    On a terminal it draws in `on_step_end`, at most every `refresh_s` seconds. Elsewhere it writes one line per log
-    point and epoch, without control characters. Output that fails (a closed pipe, a lost terminal) ends the display,
-    never the run.
+    On a terminal it draws in `on_step_end`, at most every `refresh_s` seconds. In a notebook it updates one output of
+    the cell, and adds the curves of the losses at the end. Elsewhere it writes one line per log point and epoch,
+    without control characters. Output that fails (a closed pipe, a lost terminal) ends the display, never the run.
     """
 
     shows_notices = True
@@ -59,7 +60,8 @@ class ProgressDisplay(Callback):
         self.refresh_s = refresh_s
         self._given_stream = stream
         self._stream: TextIO | None = stream if stream is not None else sys.stdout
-        self._terminal: LiveTerminal | None = None
+        self._terminal: LiveTerminal | NotebookCell | None = None
+        self._least_refresh_s = refresh_s
         self._clock, self._view = Clock(), View()
         self._began = self._epoch_began = time.perf_counter()
         self._first_step = self._epoch_first_step = 0
@@ -90,6 +92,8 @@ class ProgressDisplay(Callback):
 
             self._terminal = LiveTerminal(self._stream)
             atexit.register(self.close)
+        elif self._stream is not None and self._given_stream is None and in_notebook():
+            self._terminal, self._least_refresh_s = NotebookCell(), max(self.refresh_s, REFRESH_S)
         self._draw()
         self._say(f"{view.title}  {view.subtitle}")
 
@@ -111,6 +115,7 @@ class ProgressDisplay(Callback):
         self._view.record = finite(record)
         self._view.groups.update(self._view.record)
         self._update()
+        self._view.add_losses(self._view.record, "loss")
         self._say(log_line(self._view))
 
     def on_validation_begin(self, epoch: int) -> None:
@@ -123,6 +128,7 @@ class ProgressDisplay(Callback):
         view = self._view
         view.validating = False
         self._update()
+        view.add_losses(finite(metrics), "val_loss")
         if view.steps_per_epoch is None or view.step_in_epoch < view.steps_per_epoch:
             view.groups.close(f"step {view.step}", view.groups.latest | finite(metrics))
             self.note(validation_line(view, finite(metrics)))
@@ -143,6 +149,8 @@ class ProgressDisplay(Callback):
         row = EpochRow(epoch, time.perf_counter() - self._epoch_began, own, view.phase)
         rows = [*(earlier for earlier in view.rows if earlier.epoch < epoch), row]
         view.rows = keep_rows(rows, judges=view.judges)
+        if not self._view.record:  # an epoch is shorter than the distance of log points
+            view.add_losses(numbers, "loss")
         self._draw()
         self._say(epoch_line(view, row))
         self._say_groups()
@@ -217,7 +225,7 @@ class ProgressDisplay(Callback):
             self._stream = None  # the terminal is gone, or the stream is closed
             self.close()
         now = time.perf_counter()
-        self._due = now + max(self.refresh_s, (now - begin) / MAX_SHARE)
+        self._due = now + max(self._least_refresh_s, (now - begin) / MAX_SHARE)
 
     def _update(self) -> None:
         """Update the counters and times of the view."""

@@ -11,6 +11,8 @@ Numbers = dict[str, float | None]
 
 MAX_ROWS = 10
 """Number of finished epochs shown: the last ones, and the best one if it is earlier."""
+MAX_POINTS = 1000
+"""Points of a curve in a notebook."""
 
 Judges = Sequence[tuple[str, Mode]]
 """Metrics that tell which epoch is the best; the first one that is known counts."""
@@ -99,6 +101,24 @@ class View:
     """Number and name of the current phase, such as `2/4 ontology`, if the run has phases."""
     best: Best | None = None
     """The metric by which the run is judged."""
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Losses by step, which a notebook shows at the end."""
+
+    def add_losses(self, record: Mapping[str, float | None], *names: str) -> None:
+        """Add values to the curves; a long curve keeps every second point.
+
+        >>> view = View()
+        >>> for view.step in range(4000):
+        ...     view.add_losses({"loss": 1.0}, "loss")
+        >>> MAX_POINTS / 2 <= len(view.curves["loss"]) <= MAX_POINTS, view.curves["loss"][-1]
+        (True, (3999, 1.0))
+        """
+        for name in names:
+            if (value := record.get(name)) is not None:
+                points = self.curves.setdefault(name, [])
+                points.append((self.step, value))
+                if len(points) > MAX_POINTS:
+                    del points[1:-1:2]
 
     @property
     def judges(self) -> Judges:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.callbacks import progress_lines as words
-from etude.callbacks.progress_lines import EpochRow, Groups, View, label, metric, split_name
+from etude.callbacks.progress_lines import EpochRow, Groups, View
+from etude.callbacks.progress_tables import epoch_cells, group_cells
 
 MAX_WIDTH = 104
 """Maximum width in columns, so that lines stay readable on a wide terminal."""
@@ -21,8 +22,6 @@ MAX_NAME = 24
 """Maximum width of a group's name."""
 _METRIC_WIDTH, _OTHER_WIDTH = 11, 34
 """Approximate width of a metric in the table of epochs, and of everything else there."""
-_IN_COLUMNS = frozenset({"loss", "weight", "nll"})
-"""Metrics of a group that have their own column, or none."""
 
 
 class LiveTerminal:
@@ -100,53 +99,27 @@ def epoch_table(
     all_rows: list[EpochRow], width: int, max_rows: int, judges: words.Judges = words.USUAL_JUDGES
 ) -> Table:
     """Return one line per finished epoch, with as many metrics as fit."""
-    best, rows = words.best_row(all_rows, judges), words.keep_rows(all_rows, max_rows, judges)[-max_rows - 1 :]
-    names = list(words.worth_showing({name: None for row in all_rows for name in row.numbers}))
-    names = names[: max(1, (width - _OTHER_WIDTH) // _METRIC_WIDTH)]
-    has_tokens = any(row.numbers.get("tokens_per_s") for row in all_rows)
+    cells = epoch_cells(all_rows, max(1, (width - _OTHER_WIDTH) // _METRIC_WIDTH), max_rows, judges)
     table = _table()
-    titles = [label(name) if name.startswith("val_") else f"train {label(name)}" for name in names]
-    for title in ("epoch", *titles, *(["tokens/s"] if has_tokens else []), "time"):
+    for title in cells.titles[:-1]:
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("phase" if any(row.phase for row in rows) else "")
-    for row in rows:
-        cells = [metric(name, row.numbers[name]) if name in row.numbers else "" for name in names]
-        cells += [words.rate(row.numbers.get("tokens_per_s") or 0.0)] if has_tokens else []
-        mark = "★ " if row is best else ""
-        style = "green" if row is best else ""
-        table.add_row(f"{mark}{row.epoch + 1}", *cells, words.duration(row.seconds), row.phase, style=style)
+    table.add_column(cells.titles[-1])
+    for place, row in enumerate(cells.rows):
+        table.add_row(*row, style="green" if place == cells.best else "")
     return table
 
 
 def group_table(groups: Groups, running: bool = False) -> Table:
     """Return one line per group: weight, losses and other metrics; `running` adds those of log points."""
-    numbers, latest = groups.numbers, groups.latest if running else {}
-    both = numbers | latest
-    known = (split_name(name) for name, value in both.items() if value is not None)
-    names = dict.fromkeys(group for group, own in known if own.removeprefix("val_") != "weight")
-    columns = {
-        "weight": [both.get(f"{name}/weight") for name in names],
-        "loss now": [latest.get(f"{name}/loss") for name in names],
-        "train loss": [numbers.get(f"{name}/loss") for name in names],
-        "val loss": [numbers.get(f"val_{name}/loss") for name in names],
-    }
-    columns = {title: cells for title, cells in columns.items() if any(cell is not None for cell in cells)}
-    table = _table()
-    table.add_column(f"task, {groups.when}" if groups.when else "task", no_wrap=True, max_width=MAX_NAME)
-    for title in columns:
+    cells, table = group_cells(groups, running), _table()
+    first, *middle, last = cells.titles
+    table.add_column(first, no_wrap=True, max_width=MAX_NAME)
+    for title in middle:
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column()
-    for name, *cells in zip(names, *columns.values(), strict=True):
-        shown = ["" if cell is None else words.number(cell) for cell in cells]
-        table.add_row(name, *shown, _other_numbers(both if running else numbers, name))
+    table.add_column(last)
+    for row in cells.rows:
+        table.add_row(*row)
     return table
-
-
-def _other_numbers(numbers: words.Numbers, group: str) -> str:
-    """Return the metrics other than weight and losses: of the validation, or else of the training."""
-    own = [split_name(name)[1].removeprefix("val_") for name in numbers if split_name(name)[0] == group]
-    found = {name: numbers.get(f"val_{group}/{name}", numbers.get(f"{group}/{name}")) for name in own}
-    return "  ".join(f"{label(n)} {metric(n, value)}" for n, value in found.items() if n not in _IN_COLUMNS)
 
 
 def group_lines(groups: Groups) -> list[str]:
