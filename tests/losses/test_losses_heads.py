@@ -251,6 +251,14 @@ def test_ragged_micro_batches_add_up_to_the_whole_batch(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
+def test_only_a_mean_is_announced_as_one(name):
+    model, batch, _ = made(name)
+    loss = ModelLoss()
+    SupervisedTask(loss)(model, batch, metrics=False)
+    assert ("not a mean" in loss.announcement()) == (name in NOT_ADDITIVE)
+
+
+@pytest.mark.parametrize("name", HEADS)
 def test_a_decision_is_restored(name):
     model, batch, _ = made(name)
     task, other = SupervisedTask(), SupervisedTask()

@@ -14,7 +14,8 @@ from etude.core.spelling import shorten
 from etude.core.task import Terms
 from etude.losses.binary import MultiLabelLoss
 from etude.losses.language import LanguageModelingLoss, are_next_tokens, is_encoder_decoder, shift_in
-from etude.losses.own import ModelLoss, own_loss, problem_type, trying
+from etude.losses.own import ModelLoss
+from etude.losses.own_mean import own_loss, problem_type, trying
 from etude.losses.strategies import ClassificationLoss, LossStrategy, SegmentationLoss, shape_of
 from etude.losses.wrapped import mean_squared_error
 
