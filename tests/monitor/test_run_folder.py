@@ -53,6 +53,31 @@ def test_overwrite_removes_the_old_run_and_nothing_else(tmp_path):
     assert not list(fresh.checkpoints_path.iterdir())
 
 
+def test_overwrite_removes_files_of_metrics_and_tensorboard_and_nothing_beside_them(tmp_path):
+    folder = holding_a_run(tmp_path / "run")
+    folder.write_files({"matrix.json": "old", "matrix.svg": "old"})
+    folder.write_files({"matrix.json": "old"}, "test")
+    (folder.path / "tensorboard").mkdir()
+    (folder.path / "tensorboard" / "events.out.tfevents.1.host").write_text("old")
+    (folder.path / "metrics" / "mine.txt").write_text("mine")
+    fresh = RunFolder.create(folder.path, overwrite=True)
+    assert sorted(p.name for p in fresh.path.iterdir()) == [".lock", "checkpoints", "metrics"]
+    assert [p.name for p in (fresh.path / "metrics").iterdir()] == ["mine.txt"]
+
+
+def test_a_list_of_files_removes_nothing_outside_its_folder(tmp_path):
+    folder = holding_a_run(tmp_path / "run")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "precious").write_text("mine")
+    (folder.path / "link").symlink_to(tmp_path / "far")
+    listed = ["../precious", str(tmp_path / "precious"), "link/precious", "checkpoints", ""]
+    (folder.path / ".written").write_text("\n".join(listed))
+    RunFolder.create(folder.path, overwrite=True)
+    assert (tmp_path / "precious").exists()
+    assert (tmp_path / "far" / "precious").exists()
+
+
 def test_ensure_takes_a_folder_as_it_is(tmp_path):
     folder = holding_a_run(tmp_path / "run")
     with folder.lock():

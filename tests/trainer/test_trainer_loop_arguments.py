@@ -1,6 +1,7 @@
 """What the loops, the accumulator and the loaders are given: names and arrays serve, mistakes are one line."""
 
 import functools
+import gc
 import math
 
 import pytest
@@ -225,3 +226,20 @@ def test_accuracy_of_sequences_has_the_classes_last_and_leaves_out_ignored_label
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     assert run(Sure(7, 7), loss, [(ids, labels)]).train_accuracy == 1.0
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+@pytest.mark.parametrize("validated", [[False, False], [False, True]])
+def test_a_validation_loss_that_no_epoch_used_is_a_warning(validated, finishes, caplog):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainingLoop(val_loss="cross_entropy", progress=False)
+    data = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 1, 0])
+    for epoch, has_data in enumerate(validated):
+        loop.train_epoch(model, data, optimizer, epoch=epoch, val_dataloader=data if has_data else None)
+        assert not caplog.records
+    if finishes:
+        loop.finish()
+    del loop
+    gc.collect()
+    assert ["val_loss was never used" in one.message for one in caplog.records] == [True] * (not any(validated))

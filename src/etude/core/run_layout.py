@@ -15,6 +15,7 @@ OWN_FILES = frozenset(
         "status.json",
         "result.json",
         ".lock",
+        ".written",
     ]
 )
 """Files that a run writes into its folder, besides `samples.txt`, which a callback writes."""

@@ -20,7 +20,6 @@ from etude.checkpoint import (
 )
 from etude.checkpoint.trust import errors_of
 from etude.core import ConfigError, DataError, RunFolderError
-from etude.core.files import write_text
 from etude.core.monitor import Best
 from etude.core.spelling import suggest
 from etude.data.splits import OtherData
@@ -156,21 +155,17 @@ def evaluate_run(
                 raise ConfigError(f"the data of this run has no split {split!r}{suggest(split, splits.names)}")
             trainer, name = run.trainer(splits), split
         metrics, files = trainer.evaluate(loader), trainer.task.files()
-        written = _write_files(Path(run_dir) / "metrics" / name, files) if run.world.is_main else []
+        written = _written(run_dir, name, files) if run.world.is_main else []
         return Evaluated(run.checkpoint.path, metrics, written)
 
 
-def _write_files(folder: Path, files: Mapping[str, str]) -> list[Path]:
+def _written(run_dir: str | Path, name: str, files: Mapping[str, str]) -> list[Path]:
     """Write files of metrics and return their paths; a folder that cannot be written is a warning."""
-    paths = {folder / name: text for name, text in files.items()}
     try:
-        for path, text in paths.items():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, text)
-    except OSError as error:
-        logger.warning("%s cannot be written: %s", folder, error.strerror or error)
+        return RunFolder(run_dir).write_files(files, name)
+    except RunFolderError as error:
+        logger.warning("%s cannot be written: %s", Path(run_dir) / "metrics" / name, error.__cause__)
         return []
-    return list(paths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ env.json         versions, device, commit, command line
 checkpoints/     where `etude resume` continues from
 result.json      the outcome, written at the end
 samples.txt      texts sampled from a language model at the end, if configured
+metrics/         files of metrics, such as a confusion matrix, if there are any
+.written         the names of such files
 .lock            the id of the process that writes here
 """
 
@@ -32,6 +34,7 @@ from etude.core.run_layout import CHECKPOINTS
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment
 from etude.monitor.jsonl import decode, plain, read_jsonl
+from etude.monitor.written import note_written, remove_written
 
 SAMPLES = "samples.txt"
 FINISHED = "finished"
@@ -215,15 +218,17 @@ class RunFolder:
         """Write the outcome; `"status": "finished"` marks a run that reached its end."""
         self._write(self.result_path, _json(plain(result)))
 
-    def write_files(self, files: Mapping[str, str]) -> None:
-        """Write files of metrics, name to text, such as a confusion matrix, into `metrics/`."""
-        folder = self.path / "metrics"
+    def write_files(self, files: Mapping[str, str], within: str = "") -> list[Path]:
+        """Write files of metrics, name to text, such as a confusion matrix, into `metrics/`; return their paths."""
+        paths = {self.path / "metrics" / within / name: text for name, text in files.items()}
         try:
-            for name, text in files.items():
-                folder.mkdir(exist_ok=True)
-                write_text(folder / name, text)
+            note_written(self.path, [path.relative_to(self.path).as_posix() for path in paths])
+            for path, text in paths.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, text)
         except OSError as error:
             raise self._cannot_write(error) from error
+        return list(paths)
 
     def read_result(self) -> dict[str, Any]:
         """Return the outcome; empty while there is none."""
@@ -263,6 +268,7 @@ class RunFolder:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+            remove_written(self.path)
             # Last the files that mark a run: if this is interrupted, it can be repeated.
             for path in (*files, self.metrics_path, self.result_path, self.config_path):
                 path.unlink(missing_ok=True)

@@ -1,8 +1,10 @@
 """Shared parts of the loops by epoch: stopping, ending a run, saved states, and a progress line."""
 
 import contextlib
+import logging
 import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self, TextIO
@@ -11,6 +13,8 @@ from etude.callbacks import EarlyStopping, LRSchedule, ModelCheckpoint, Progress
 from etude.callbacks.progress import is_terminal
 from etude.core import CheckpointError, ConfigError, Control, StepReport
 from etude.engine.callback import Callback, Logs, RunInfo
+
+logger = logging.getLogger("etude")
 
 REFRESH_S = 0.25
 
@@ -36,6 +40,26 @@ class EpochLoop(ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
+
+
+class UnusedLoss:
+    """Warns that a loss of validation was never used: at the end of the run, or with a loop that is never finished."""
+
+    def __init__(self, loop: EpochLoop) -> None:
+        self._epochs: list[bool] = []
+        self.say = weakref.finalize(loop, _warn_of_unused, self._epochs)
+        """Warn if there is reason to, once."""
+
+    def trained(self, *, validates: bool) -> None:
+        """Record whether an epoch has a validation."""
+        self._epochs[:] = [validates or any(self._epochs)]
+
+
+def _warn_of_unused(epochs: list[bool]) -> None:
+    if epochs and not any(epochs):
+        logger.warning(
+            "val_loss was never used, because no epoch had a validation; pass train_epoch a val_dataloader"
+        )
 
 
 def check_keys(state: Mapping[str, Any], keys: Collection[str], owner: str) -> None:

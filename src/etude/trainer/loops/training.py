@@ -33,7 +33,7 @@ from etude.trainer.arguments import (
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
 from etude.trainer.loops.engine_loop import EngineLoop, Epoch, driver
-from etude.trainer.loops.epoch import EpochProgress, check_validation, wants_progress
+from etude.trainer.loops.epoch import EpochProgress, UnusedLoss, check_validation, wants_progress
 from etude.trainer.loops.functions import Action, ComputeLoss, FollowMetrics, Forward, FunctionTask, function_step
 from etude.trainer.loops.results import EpochResult, cross_entropy_of, epoch_result
 from etude.trainer.machine import Machine
@@ -114,9 +114,10 @@ class TrainingLoop(EngineLoop):
             Output(output_dir, config, machine, "train", line, overwrite),
         )
         self.val_task = None if val_loss is None else plain_task(val_loss, None)
+        """The task of validation, if it is another one."""
+        self._unused = UnusedLoss(self)
         if self.val_task is not None:
             self.val_task.measure(made.measures)
-        """The task of validation, if it is another one."""
         self.clip_gradients = clip_gradients
         self.max_grad_norm = max_grad_norm
         self.gradient_monitor = gradient_monitor
@@ -128,6 +129,11 @@ class TrainingLoop(EngineLoop):
         if self.clip_gradients and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
         return self.max_grad_norm if self.clip_gradients else None
+
+    def finish(self) -> None:
+        """End the run: callbacks close their files, warn and sample text. A later epoch continues from here."""
+        super().finish()
+        self._unused.say()
 
     def _choose_metrics(self, validation: Any) -> None:
         """Measure in training too if this epoch has no validation."""
@@ -158,6 +164,8 @@ class TrainingLoop(EngineLoop):
         self._choose_metrics(val_dataloader)
         if scheduler is not None:
             check_scheduler(scheduler)
+        if self.val_task is not None:
+            self._unused.trained(validates=val_dataloader is not None)
         epoch = as_whole("epoch", epoch, least=0)
         self._check_accumulator(optimizer)
         self._take(unwrap(model))
