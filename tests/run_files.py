@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-TIMING = {"time", "samples_per_s", "batches_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s"}
+TIMING = {"time", "samples_per_s", "batches_per_s", "tokens_per_s", "mfu", "data_wait", "epoch_s", "memory_bytes"}
 
 
 def steady(record: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -50,6 +51,14 @@ def test_a_finished_run(tmp_path):
     assert (status.monitor, status.mode) == ("val_loss", "min")
     assert status.best is not None
     assert status.best["value"] == pytest.approx(min(v for k, v in status.metrics.items() if k == "val_loss"))
+
+
+def test_log_points_say_how_much_memory_is_in_use(tmp_path):
+    quick(tmp_path / "run")().train()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(("memory_bytes" in record) == (record["split"] == "train") for record in records)
+    resident = psutil.Process().memory_info().rss
+    assert records[0]["memory_bytes"] == pytest.approx(resident, rel=0.5)
 
 
 def test_a_run_is_seen_from_inside_and_its_failure_after_it(tmp_path):
@@ -160,3 +169,16 @@ def test_reading_does_not_import_torch():
         "raise SystemExit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_lines_that_are_too_long_are_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.monitor.reading.MOST_BYTES", 100)
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"step": 1}\n{"long": "' + "x" * 250)
+    follower, found = Follower(path), []
+    for more in ("", "x" * 300, 'x"}\n{"step": 2}\n', '{"step": 3}\n'):
+        with path.open("a") as file:
+            file.write(more)
+        for _ in range(4):
+            found += follower.read(50)
+    assert found == [{"step": 1}, {"step": 2}, {"step": 3}]

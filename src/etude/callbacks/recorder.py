@@ -1,8 +1,12 @@
 """Write a run's metrics, events and heartbeat to its folder."""
 
 import logging
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from etude.callbacks.events import EventCallback
 from etude.core import RunFolderError
@@ -14,6 +18,7 @@ from etude.monitor.events import (
     MetricsEvent,
     PhaseStarted,
     RunEnded,
+    StepsLogged,
     Warned,
     record_of,
 )
@@ -40,6 +45,7 @@ class RunRecorder(EventCallback):
         self._heartbeat: Heartbeat | None = None
         self._files: Mapping[str, str] = {}
         """The files of metrics as they are in the folder."""
+        self._device = torch.device("cpu")
         self._resumed_at = 0
         self._written: set[Any] = set()
         """Records of that step from before the run was resumed; they are not recorded again."""
@@ -50,7 +56,7 @@ class RunRecorder(EventCallback):
         self._close()
         self.folder.trim(step if step > 0 else -1)
         self.folder.result_path.unlink(missing_ok=True)  # a continued run is no longer finished
-        self._resumed_at = step
+        self._resumed_at, self._device = step, run.device
         paths = (self.folder.metrics_path, self.folder.media_path, self.folder.events_path)
         records = (record for path in paths for record in read_jsonl(path))
         self._written = {_identity(record) for record in records if record.get("step") == step} - {None}
@@ -93,6 +99,8 @@ class RunRecorder(EventCallback):
         if event.step == self._resumed_at and _identity(record) in self._written:
             return
         if isinstance(event, MetricsEvent):
+            if isinstance(event, StepsLogged):
+                record |= memory_in_use(self._device)
             self._metrics.write(record)
         elif isinstance(event, MediaLogged):
             self._media.write(record)
@@ -114,6 +122,17 @@ class RunRecorder(EventCallback):
             one.close()
         if self._heartbeat is not None:
             self._heartbeat.end(state)
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Return the most memory that tensors had on a CUDA device, else what the process has; empty if nobody says."""
+    if device.type == "cuda":
+        return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+        return {"memory_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def _identity(record: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """The command `etude dashboard`. Imports no torch."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ def dashboard(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port [default: the first free one from 8484 on].")
     ] = None,
+    webhook: Annotated[str | None, typer.Option(metavar="URL", help="Where alerts are sent, as JSON.")] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open the page in a browser.")] = False,
 ) -> None:
     """Show runs in a local web page, also while they train."""
@@ -27,4 +29,5 @@ def dashboard(
         if error.name is None or error.name.startswith("etude"):
             raise
         raise ConfigError(f"the dashboard needs {error.name}: pip install 'etude[dashboard]'") from None
-    serve(runs_dir, host=host, port=port, open_page=not no_open, say=lambda line: print(line, flush=True))
+    say = partial(print, flush=True)
+    serve(runs_dir, host=host, port=port, open_page=not no_open, webhook=webhook, say=say)

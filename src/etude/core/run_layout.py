@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+DIFF = "git.diff"
+
 OWN_FILES = frozenset(
     [
         "config.yaml",
@@ -12,6 +14,7 @@ OWN_FILES = frozenset(
         "events.jsonl",
         "media.jsonl",
         "env.json",
+        DIFF,
         "status.json",
         "result.json",
         ".lock",

@@ -15,6 +15,8 @@ Flags = npt.NDArray[np.bool_]
 
 MOST_BLOCKS = 8192
 LEAST_BLOCKS = 512
+MOST_NAMES = 2000
+"""Metrics of one split that are kept."""
 _FIRST = 64
 
 
@@ -72,7 +74,7 @@ class Blocks:
     >>> blocks.add(np.arange(5.0)[None], ["loss"], np.array([[3.0, 9.0, 2.0, 1.0, np.inf]]))
     >>> points = blocks.points("loss")
     >>> points.x[0].tolist(), points.low.tolist(), points.high.tolist(), points.last.tolist()
-    ([3.0, 4.0], [1.0, nan], [9.0, nan], [1.0, nan])
+    ([1.0, 3.0, 4.0], [3.0, 1.0, nan], [9.0, 2.0, nan], [9.0, 1.0, nan])
     """
 
     def __init__(self, axes: int, most: int = MOST_BLOCKS) -> None:
@@ -102,22 +104,26 @@ class Blocks:
 
     def add(self, x: Array, names: list[str], values: Array) -> None:
         """Add records: `x` (axes, n), `values` (names, n); NaN is no value, infinity one that is not finite."""
-        for name, count in zip(names, np.count_nonzero(~np.isnan(values), axis=1).tolist(), strict=True):
-            self.total[name] = self.total.get(name, 0) + count
-            self._rows.setdefault(name, len(self._rows))
+        counts, kept = np.count_nonzero(~np.isnan(values), axis=1).tolist(), []
+        for index, name in enumerate(names):
+            if name in self._rows or len(self._rows) < MOST_NAMES:
+                self._rows.setdefault(name, len(self._rows))
+                self.total[name] = self.total.get(name, 0) + counts[index]
+                kept.append(index)
         self._grow_rows()
         raw = np.full((len(self._rows), self._rest.shape[1] + x.shape[1]), np.nan)
         raw[: self._rest.shape[0], : self._rest.shape[1]] = self._rest
-        raw[[self._rows[name] for name in names], self._rest.shape[1] :] = values
+        raw[[self._rows[names[index]] for index in kept], self._rest.shape[1] :] = values[kept]
         x = np.concatenate([self._rest_x, x], axis=1)
         start = 0
         while (whole := (x.shape[1] - start) // self.per_block) > 0:
+            if self._size >= self.most:
+                self.merge()
+                continue
             count = min(whole, self.most - self._size)
             end = start + count * self.per_block
             self._push(x[:, start:end], raw[:, start:end], count)
             start = end
-            if self._size == self.most:
-                self.merge()
         self._rest_x, self._rest = x[:, start:].copy(), raw[:, start:].copy()
 
     def merge(self) -> None:

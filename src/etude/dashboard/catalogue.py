@@ -16,6 +16,7 @@ from etude.monitor.reading import (
     CONFIG,
     ENVIRONMENT,
     EVENTS,
+    MEDIA,
     METRICS,
     RESULT,
     STATUS,
@@ -31,7 +32,7 @@ _MOST_FILE_BYTES = 16 << 20
 """Size of a config, result or environment above which a run is not read."""
 _MOST_NODES = 20_000
 _WHOLE = (CONFIG, STATUS, RESULT, ENVIRONMENT)
-_FILES = (*_WHOLE, EVENTS, METRICS)
+_FILES = (*_WHOLE, EVENTS, METRICS, MEDIA)
 AGAIN_S = 2.0
 """Seconds after which a run that says nothing is looked at again: it may be lost."""
 SCAN_S = 1.0
@@ -69,6 +70,14 @@ class Run:
                 self._state = _unreadable(self, str(error) or type(error).__name__)
                 self._signature = None
             return self._state
+
+    def problem(self) -> str:
+        """Return why files of the run must not be opened, such as a pipe; empty if they may be."""
+        try:
+            _signature(self.path)
+        except OSError as error:
+            return f"{self.key} cannot be read: {error}"
+        return ""
 
     def config(self) -> dict[str, Any]:
         """Return the nested config."""
@@ -112,7 +121,7 @@ class Run:
     def _read_names(self) -> None:
         """Add the names of metrics in the first and last records."""
         found = {split: dict.fromkeys(names) for split, names in self.names.items()}
-        for record in parse(_ends(self.path / METRICS, is_new=not found)):
+        for record in parse(ends_of(self.path / METRICS, head=not found)):
             split = record.get("split")
             if isinstance(split, str):
                 found.setdefault(split, {}).update(
@@ -206,20 +215,20 @@ def _signatures(run: Path) -> Iterator[Signature | None]:
         yield (facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
-def _ends(path: Path, *, is_new: bool) -> bytes:
-    """Return whole lines of the end of a file, and of its start if nothing is known yet."""
+def ends_of(path: Path, *, head: bool = True) -> bytes:
+    """Return whole lines of the end of a file, and of its start if wanted."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            head = file.read(_HEAD_BYTES) if is_new else b""
-            start = max(len(head), size - _TAIL_BYTES)
+            first = file.read(_HEAD_BYTES) if head else b""
+            start = max(len(first), size - _TAIL_BYTES)
             file.seek(start)
             tail = file.read(_TAIL_BYTES)
     except OSError:
         return b""
-    if start > len(head):  # the first line of the tail is cut
-        head, tail = head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 :]
-    data = head + tail
+    if start > len(first):  # the first line of the tail is cut
+        first, tail = first[: first.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 :]
+    data = first + tail
     return data[: data.rfind(b"\n") + 1]
 
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from etude.core.run_layout import DIFF
 from etude.dashboard.catalogue import Run, bounded
 from etude.dashboard.parsing import parse
 from etude.monitor.reading import ENVIRONMENT, EVENTS, RESULT, flat, read_json
@@ -11,7 +12,10 @@ from etude.monitor.reading import ENVIRONMENT, EVENTS, RESULT, flat, read_json
 MOST_EVENTS = 5000
 _EVENT_BYTES = 4 << 20
 _DIFF_BYTES = 1 << 20
-DIFF = "git.diff"
+
+
+NO_DETAILS: dict[str, Any] = {"config": {}, "env": {}, "git_diff": None, "result": {}, "events": [], "names": {}}
+"""Those of a run whose files must not be opened."""
 
 
 def details(run: Run) -> dict[str, Any]:

@@ -17,8 +17,6 @@ STEP, EPOCH, TIME, SAMPLES, TOKENS = range(5)
 NUM_AXES = 5
 PLACE = frozenset(["step", "epoch", "split", "time", "phase", NONFINITE])
 """Keys of a record that are not metrics."""
-MOST_NAMES = 2000
-"""Metrics of one split that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ def columns(
     for split in dict.fromkeys(splits):
         index = [number for number, one in enumerate(splits) if one == split] if len(set(splits)) > 1 else None
         some = records if index is None else [records[one] for one in index]
-        names = [name for name in dict.fromkeys(chain.from_iterable(some)) if name not in PLACE][:MOST_NAMES]
+        names = [name for name in dict.fromkeys(chain.from_iterable(some)) if name not in PLACE]
         found = {name: column for name in names if not np.isnan(column := _numbers(some, name)).all()}
         values = np.stack(list(found.values())) if found else np.empty((0, len(some)))
         parts[split] = Part(axes if index is None else axes[:, index], list(found), values)

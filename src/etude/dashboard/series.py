@@ -20,6 +20,7 @@ RAW_BYTES = 16 << 20
 """Bytes that are read again if one zooms in to where blocks are too coarse."""
 MOST_RUN_BYTES = 64 << 20
 """Memory of one run, above which its blocks are merged."""
+MOST_SPLITS = 16
 WINDOW_BYTES = 4096
 FLOPS_PER_TOKEN = 6
 """Floating-point operations for a token and parameter: two forward, four backward."""
@@ -138,8 +139,7 @@ class RunSeries:
     ) -> dict[str, Any]:
         """Return the points of a metric for a chart of this width."""
         with self.lock:
-            exact = self._sample is None
-            splits = self.splits if self._sample is None else self._sample[1]
+            exact, splits = self.is_exact, self._known
             found = self._points(splits, split, name, axis).between(start, end)
             if exact and len(found.x) < pixels and splits.get(split, Blocks(1)).per_block > 1:
                 found = self._zoomed(split, name, axis, start, end, found)
@@ -160,10 +160,24 @@ class RunSeries:
             "cursor": cursor,
         }
 
-    def names(self) -> dict[str, list[str]]:
-        """Return the metrics of every split that have been read."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether answers come from all records, not from a sample."""
+        return self._sample is None
+
+    @property
+    def _known(self) -> dict[str, Blocks]:
+        return self.splits if self._sample is None else self._sample[1]
+
+    def names(self, split: str) -> list[str]:
+        """Return the metrics of a split that have been read."""
         with self.lock:
-            return {split: blocks.names for split, blocks in self.splits.items()}
+            return self._known[split].names if split in self._known else []
+
+    def points(self, split: str, name: str, axis: str) -> Points:
+        """Return all points of a metric, several records in each if the run is long."""
+        with self.lock:
+            return self._points(self._known, split, name, axis)
 
     def elapsed(self, time: float) -> float:
         """Return the place on the time axis of a record that is newer than the last resume."""
@@ -208,12 +222,15 @@ class RunSeries:
 
 
 def _add(
-    splits: dict[str, Blocks], lines: bytes, place: Place, resumes: Sequence[float], most: int = MOST_BLOCKS
+    splits: dict[str, Blocks], lines: bytes, place: Place, resumes: Sequence[float], most: int | None = None
 ) -> Place:
+    """Add lines to the blocks of their splits; return where they end."""
     parts, place = columns(parse(lines), place, resumes)
     for split, part in parts.items():
         if split not in splits:
-            splits[split] = Blocks(NUM_AXES, most)
+            if len(splits) >= MOST_SPLITS:
+                continue
+            splits[split] = Blocks(NUM_AXES, most or MOST_BLOCKS)
         splits[split].add(part.x, part.names, part.values)
     return place
 
@@ -233,6 +250,7 @@ def _sampled_lines(path: Path, windows: int) -> bytes:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
+            windows = max(1, min(windows, size // WINDOW_BYTES))
             for start in np.linspace(0, max(0, size - WINDOW_BYTES), windows).astype(np.int64).tolist():
                 file.seek(start)
                 data = file.read(WINDOW_BYTES)

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,29 +18,40 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from etude.core.errors import ConfigError
+from etude.dashboard import query
+from etude.dashboard.alerts import FORMS, Alerts, Webhook, checked_webhook
 from etude.dashboard.catalogue import Catalogue, Run
-from etude.dashboard.details import details, differences
+from etude.dashboard.details import NO_DETAILS, details, differences
+from etude.dashboard.export import csv_lines, heatmap
+from etude.dashboard.limits import limits
+from etude.dashboard.media import MediaIndex
 from etude.dashboard.parsing import dumps
 from etude.dashboard.security import Guard, refusal
-from etude.dashboard.series import AXES
+from etude.dashboard.series import RunSeries
 from etude.dashboard.settings import Settings
 from etude.dashboard.store import Store
 from etude.dashboard.stream import Hub, Subscription, Watch, stream
 
 STATIC = Path(__file__).parent / "static"
-MOST_PIXELS = 8192
-MOST_BODY_BYTES = 1 << 16
+MOST_INDEXES = 32
+"""Runs whose index of media is kept."""
 WATCH_S = 0.5
+logger = logging.getLogger("etude")
 
 
 class Dashboard:
     """What the routes share, and the routes."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, webhook: str | None = None) -> None:
         self.root = root
         self.catalogue, self.settings, self.hub = Catalogue(root), Settings(root), Hub()
         self.store = Store(on_exact=lambda key: self.hub.send("exact", {"run": key}))
-        self.watch = Watch(self.hub, self.catalogue, self.describe)
+        self.alerts = Alerts(self.settings.alerts, self._send_alert)
+        self.watch = Watch(self.hub, self.catalogue, self.alerts, self.describe)
+        self._media: OrderedDict[str, MediaIndex] = OrderedDict()
+        webhook = webhook or self.settings.webhook
+        self._webhook = None if webhook is None else Webhook(checked_webhook(webhook), self._report)
         self.is_over: Callable[[], bool] = lambda: False
         """Whether open streams are to end."""
 
@@ -57,7 +71,10 @@ class Dashboard:
         found = [self.catalogue.get(key) for key in keys]
         if None in found:
             raise HTTPException(404, f"there is no run {keys[found.index(None)]!r}")
-        return [run for run in found if run is not None]
+        runs = [run for run in found if run is not None]
+        if problem := next(filter(None, (run.problem() for run in runs)), ""):
+            raise HTTPException(403, problem)
+        return runs
 
     def runs(self, _request: Request) -> Any:
         """Return all runs."""
@@ -67,23 +84,69 @@ class Dashboard:
 
     def run(self, request: Request) -> Any:
         """Return everything about one run but its metrics."""
-        run = self.find(request)
-        return {"run": self.describe(run), **details(run)}
+        run = self.catalogue.get(request.query_params.get("run", ""))
+        if run is None or not run.problem():
+            run = self.find(request)
+            return {"run": self.describe(run), **details(run)}
+        return {"run": self.describe(run), **NO_DETAILS}
 
     def series(self, request: Request) -> Any:
         """Return points of metrics for charts."""
-        query = request.query_params
-        names, split, axis = query.getlist("name"), query.get("split", "train"), query.get("x", "step")
-        if not names or axis not in AXES:
-            raise HTTPException(400, f"name a metric, as in ?name=loss, and x as one of {', '.join(AXES)}")
-        start, end = _number(query.get("from"), "from"), _number(query.get("to"), "to")
-        pixels = int(min(max(_number(query.get("pixels"), "pixels") or 800, 1), MOST_PIXELS))
-        known = [(run.key, self.store.get(run.key, run.path, run.read_facts)) for run in self.find_all(request)]
-        self.store.read(known)
+        given, names = request.query_params, query.names(request)
+        split, axis, pixels = given.get("split", "train"), query.axis(request), query.pixels(request)
+        start, end = query.number(given.get("from"), "from"), query.number(given.get("to"), "to")
         found = [
-            {"run": key, **one.answer(split, name, axis, start, end, pixels)} for key, one in known for name in names
+            {"run": key, **one.answer(split, name, axis, start, end, pixels)}
+            for key, one in self._read(self.find_all(request))
+            for name in names
         ]
         return {"series": found}
+
+    def heatmap(self, request: Request) -> Any:
+        """Return all metrics with a prefix, as rows."""
+        given = request.query_params
+        ((_, series),) = self._read([self.find(request)])
+        split, prefix = given.get("split", "train"), given.get("prefix", "grad_norm/")
+        return heatmap(series, split, prefix, query.axis(request), query.pixels(request)) | {"exact": series.is_exact}
+
+    def media(self, request: Request) -> Any:
+        """Return what media there are, or the record of one."""
+        index, name = self._media_of(self.find(request)), request.query_params.get("name")
+        if name is None:
+            return index.list()
+        record = index.get(name, query.step(request))
+        if record is None:
+            raise HTTPException(404, f"there is no {name!r} at this step")
+        return record
+
+    async def picture(self, request: Request) -> Response:
+        """Return a picture that a run recorded."""
+        run = await run_in_threadpool(self.find, request)
+        index, name = self._media_of(run), request.query_params.get("name", "")
+        found = await run_in_threadpool(index.picture, name, query.step(request))
+        if found is None:
+            raise HTTPException(404, f"there is no picture {name!r} at this step in the folder of the run")
+        return Response(found[0], media_type=found[1])
+
+    def limits(self, request: Request) -> Any:
+        """Return what limits a run."""
+        return limits(self.find(request))
+
+    async def csv(self, request: Request) -> Response:
+        """Return raw points as a table."""
+        runs, names = await run_in_threadpool(self.find_all, request), query.names(request)
+        lines = csv_lines(runs, names, request.query_params.get("split"))
+        headers = {"Content-Disposition": "attachment; filename=metrics.csv"}
+        return StreamingResponse(lines, media_type="text/csv; charset=utf-8", headers=headers)
+
+    async def rules(self, request: Request) -> Any:
+        """Return alerts and their rules; add or remove a rule."""
+        if request.method != "GET":
+            rule = (await query.body(request)).get("rule")
+            if not isinstance(rule, str):
+                raise HTTPException(400, f"rule is text, such as {FORMS}")
+            await run_in_threadpool(self._change_rule, rule, request.method)
+        return {"rules": list(self.alerts.rules), "alerts": list(self.alerts.fired), "webhook": bool(self._webhook)}
 
     def diff(self, request: Request) -> Any:
         """Return what differs between runs."""
@@ -104,7 +167,7 @@ class Dashboard:
 
     async def tags(self, request: Request) -> Any:
         """Set tags of a run, and whether it is archived."""
-        given = await _body(request)
+        given = await query.body(request)
         run = await run_in_threadpool(self.catalogue.get, str(given.get("run")))
         if run is None:
             raise HTTPException(404, f"there is no run {str(given.get('run'))!r}")
@@ -115,6 +178,37 @@ class Dashboard:
             raise HTTPException(400, "archived is true or false")
         await run_in_threadpool(self.settings.tag, run.key, tags, archived)
         return self.settings.of(run.key)
+
+    def _read(self, runs: list[Run]) -> list[tuple[str, RunSeries]]:
+        known = [(run.key, self.store.get(run.key, run.path, run.read_facts)) for run in runs]
+        self.store.read(known)
+        return known
+
+    def _media_of(self, run: Run) -> MediaIndex:
+        if run.key not in self._media:
+            self._media[run.key] = MediaIndex(run.path)
+            if len(self._media) > MOST_INDEXES:
+                self._media.popitem(last=False)
+        return self._media[run.key]
+
+    def _change_rule(self, rule: str, method: str) -> None:
+        try:
+            if method == "POST":
+                self.alerts.add(rule)
+            elif not self.alerts.remove(rule):
+                raise HTTPException(404, f"there is no rule {rule!r}")
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from None
+        self.settings.set_alerts(list(self.alerts.rules))
+
+    def _send_alert(self, alert: dict[str, Any]) -> None:
+        self.hub.send("alert", alert)
+        if self._webhook is not None:
+            self._webhook.send(alert)
+
+    def _report(self, problem: str) -> None:
+        logger.warning(problem)
+        self.hub.send("alert", {"rule": None, "run": None, "time": time.time(), "message": problem})
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -131,27 +225,36 @@ class Dashboard:
 
     async def _watch(self) -> None:
         while True:
-            if self.hub.is_watched:
+            if self.hub.is_watched or self.alerts.rules:
                 await asyncio.to_thread(self.watch.poll)
             await asyncio.sleep(WATCH_S)
 
 
-def make_app(root: str | Path, *, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
-    """Return the application that serves the runs below a folder.
+def make_app(
+    root: str | Path, *, host: str = "127.0.0.1", token: str | None = None, webhook: str | None = None
+) -> Starlette:
+    """Return the application that serves the runs below a folder; `webhook` is a URL for alerts.
 
-    Raises nothing: a folder that does not exist yet has no runs.
+    Raises ConfigError for a webhook that is no URL. A folder that does not exist yet has no runs.
     """
-    board = Dashboard(Path(root))
+    board = Dashboard(Path(root), webhook)
     routes: list[Route | Mount] = [
         Route("/", _page),
         Route("/api/runs", _json(board.runs)),
         Route("/api/run", _json(board.run)),
         Route("/api/series", _json(board.series)),
         Route("/api/diff", _json(board.diff)),
+        Route("/api/heatmap", _json(board.heatmap)),
+        Route("/api/media", _json(board.media)),
+        Route("/api/picture", board.picture),
+        Route("/api/limits", _json(board.limits)),
+        Route("/api/csv", board.csv),
         Route("/api/stream", board.stream),
+        Route("/api/alerts", _json_async(board.rules), methods=["GET", "POST", "DELETE"]),
         Route("/api/tags", _json_async(board.tags), methods=["POST"]),
-        Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
     ]
+    if STATIC.is_dir():
+        routes.append(Mount("/static", StaticFiles(directory=STATIC)))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, host=host, token=token)],
@@ -193,32 +296,3 @@ async def _error(_request: Request, error: Exception) -> Response:
 
 async def _bug(_request: Request, error: Exception) -> Response:
     return refusal(500, f"the dashboard failed: {type(error).__name__}")
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BODY_BYTES:
-            raise HTTPException(413, "the request is too long")
-    from etude.monitor.jsonl import decode
-
-    try:
-        found = decode(body)
-    except RecursionError:
-        found = None
-    if found is None:
-        raise HTTPException(400, "the request holds no JSON object")
-    return found
-
-
-def _number(text: str | None, name: str) -> float | None:
-    if text is None or text == "":
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if value != value:
-        raise HTTPException(400, f"{name} is a number, not {text!r}")
-    return value

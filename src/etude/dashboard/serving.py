@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import socket
 import webbrowser
 from collections.abc import Callable
@@ -24,6 +25,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     open_page: bool = True,
+    webhook: str | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Serve the runs below a folder until Ctrl-C; raise ConfigError if that is not possible."""
@@ -34,7 +36,7 @@ def serve(
         shown = socket.gethostname() if host in _EVERYWHERE else f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
         say(f"dashboard of {root}: {address} (Ctrl-C ends it)")
-        app = make_app(root, host=host, token=token)
+        app = make_app(root, host=host, token=token, webhook=webhook)
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -59,8 +61,7 @@ def bind(host: str, port: int | None) -> socket.socket:
     problem: OSError | None = None
     for one in wanted:
         try:
-            family = socket.getaddrinfo(host, one, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((host, one), family=family, backlog=128)
+            return _listening(host, one)
         except OSError as error:
             problem = error
             if error.errno != errno.EADDRINUSE:
@@ -69,3 +70,18 @@ def bind(host: str, port: int | None) -> socket.socket:
     if problem.errno == errno.EADDRINUSE:
         raise ConfigError(f"port {port} of {host} is in use; choose another --port, or leave it out") from None
     raise ConfigError(f"cannot listen on {host}, port {port or PORT}: {problem.strerror or problem}") from None
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # asyncio sends small answers at once only where the protocol is given: else they wait 40 ms
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,21 +1,19 @@
 """Server-sent events: new records, events, media and states of runs reach the page within a second."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
+from etude.dashboard.alerts import Alerts
 from etude.dashboard.catalogue import Catalogue, Run
 from etude.dashboard.parsing import dumps, parse
 from etude.dashboard.store import Store
-from etude.monitor.reading import EVENTS, MEDIA, METRICS, Follower
+from etude.dashboard.tail import MOST_BEHIND, Tail, size_of
+from etude.monitor.reading import EVENTS, MEDIA, METRICS
 
 POLL_S = 0.3
 QUIET_S = 15.0
 """Seconds without news after which a comment shows that the connection is alive."""
-_MOST_BEHIND = 8 << 20
-"""Bytes of new records above which the page is asked to fetch the series again."""
 _MOST_WAITING = 1000
 
 Message = tuple[str, Any]
@@ -60,48 +58,15 @@ class Hub:
                 queue.put_nowait(message)
 
 
-class _Tail:
-    """The end of one growing file."""
-
-    def __init__(self, path: Path, after: int | None = None) -> None:
-        self.follower = Follower(path)
-        self._seen: Any = None
-        self.restarts = 0
-        self.follower.lines(0)  # so that the file is known, and its replacement noticed
-        self.follower.offset = _last_line_end(path) if after is None else after
-
-    def read(self) -> bytes:
-        """Return new whole lines."""
-        try:
-            facts = self.follower.path.stat()
-            seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        except OSError:
-            return b""
-        if seen == self._seen:
-            return b""
-        lines = self.follower.lines(_MOST_BEHIND)
-        if self.follower.offset >= facts.st_size or not lines:
-            self._seen = seen
-        return lines
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the file was replaced since the last call."""
-        if self.follower.restarts == self.restarts:
-            return False
-        self.restarts = self.follower.restarts
-        return True
-
-
 class Subscription:
     """Follows the files of one run for one page."""
 
     def __init__(self, run: Run, store: Store, after: int | None) -> None:
         self.run, self._store = run, store
-        self._metrics = _Tail(run.path / METRICS, after)
-        self._others = {"event": _Tail(run.path / EVENTS), "media": _Tail(run.path / MEDIA)}
-        size = _size(run.path / METRICS)
-        self._is_stale = after is not None and (after > size or size - after > _MOST_BEHIND)
+        self._metrics = Tail(run.path / METRICS, after)
+        self._others = {"event": Tail(run.path / EVENTS), "media": Tail(run.path / MEDIA)}
+        size = size_of(run.path / METRICS)
+        self._is_stale = after is not None and (after > size or size - after > MOST_BEHIND)
 
     def poll(self) -> list[Message]:
         """Return what is new."""
@@ -110,7 +75,7 @@ class Subscription:
         lines = self._metrics.read()
         if self._metrics.is_replaced or self._is_stale:
             self._is_stale = False
-            self._metrics.follower.offset = _last_line_end(self._metrics.follower.path)
+            self._metrics.to_end()
             messages.append(("restart", {"run": key}))
         elif lines:
             messages += self._points(lines)
@@ -133,7 +98,7 @@ class Subscription:
                     "split": split,
                     "records": records,
                     "elapsed": None if series is None else [series.elapsed(_time(one)) for one in records],
-                    "cursor": self._metrics.follower.offset,
+                    "cursor": self._metrics.offset,
                 },
             )
             for split, records in by_split.items()
@@ -165,15 +130,20 @@ async def stream(
 
 
 class Watch:
-    """Tells all pages about runs that changed, are new, or are gone."""
+    """Tells all pages about runs that changed, are new, or are gone; checks alerts."""
 
-    def __init__(self, hub: Hub, catalogue: Catalogue, describe: Callable[[Run], dict[str, Any]]) -> None:
-        self._hub, self._catalogue, self._describe = hub, catalogue, describe
+    def __init__(
+        self, hub: Hub, catalogue: Catalogue, alerts: Alerts, describe: Callable[[Run], dict[str, Any]]
+    ) -> None:
+        self._hub, self._catalogue, self._alerts, self._describe = hub, catalogue, alerts, describe
         self._last: dict[str, dict[str, Any]] = {}
 
     def poll(self) -> None:
         """Compare every run with what was last seen."""
-        now = {run.key: self._describe(run) for run in self._catalogue.runs()}
+        runs = self._catalogue.runs()
+        now = {run.key: self._describe(run) for run in runs}
+        for run in runs if self._alerts.rules else ():
+            self._alerts.check(run, now[run.key])
         changed = [one for key, one in now.items() if self._last.get(key) != one]
         removed = [key for key in self._last if key not in now]
         self._last = now
@@ -186,27 +156,3 @@ class Watch:
 def _time(record: dict[str, Any]) -> float:
     time = record.get("time")
     return float(time) if isinstance(time, (int, float)) else float("nan")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _last_line_end(path: Path) -> int:
-    """Return where the last whole line ends."""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            while end > 0:
-                start = max(0, end - (1 << 16))
-                file.seek(start)
-                newline = file.read(end - start).rfind(b"\n")
-                if newline >= 0:
-                    return start + newline + 1
-                end = start
-    except OSError:
-        pass
-    return 0

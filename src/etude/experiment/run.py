@@ -313,8 +313,8 @@ def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:
     The same command then works once the mistake is fixed, and nothing looks like a resumable run. Files that were
     `there` before stay. With `own` the folder itself was created for this run.
     """
-    written = (folder.config_path, folder.environment_path, folder.events_path, folder.status_path)
-    for path in (*written, folder.metrics_path, folder.media_path):
+    written = (folder.config_path, folder.environment_path, folder.diff_path, folder.events_path)
+    for path in (*written, folder.status_path, folder.metrics_path, folder.media_path):
         if path.name not in there:
             path.unlink(missing_ok=True)
     files = [path for path in folder.path.rglob("*") if not path.is_dir()]

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from etude.lazy import package_version
 
 GIT_TIMEOUT_S = 5.0
+MOST_DIFF_BYTES = 200_000
+"""Bytes of a diff that are kept."""
+_GIT = ("git", "-c", "core.fsmonitor=false")  # a repository may configure a program there, which would be run
 
 
 def collect_environment(device: torch.device | None = None, folder: Path | None = None) -> dict[str, Any]:
@@ -65,13 +69,45 @@ def _git(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
+def uncommitted(folder: Path | None = None) -> str:
+    """Return the changes of tracked files since the last commit, as a diff that may be cut off.
+
+    Empty outside a repository, without git, or if git takes too long.
+    """
+    command = [*_GIT, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD"]
+    try:
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            env=_git_variables(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            timer = threading.Timer(GIT_TIMEOUT_S, process.kill)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                diff = process.stdout.read(MOST_DIFF_BYTES + 1)
+            finally:
+                timer.cancel()
+                process.kill()  # the rest is not wanted
+    except OSError:
+        return ""
+    cut = "" if len(diff) <= MOST_DIFF_BYTES else f"\n… cut off after {MOST_DIFF_BYTES:,} bytes\n"
+    return diff[:MOST_DIFF_BYTES].decode(errors="replace") + cut
+
+
+def _git_variables() -> dict[str, str]:
+    return {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # do not take the lock of the repository's index
+
+
 def _ask_git(folder: Path, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(
-            # a repository may configure a program here, which would be run
-            ["git", "-c", "core.fsmonitor=false", *arguments],
+            [*_GIT, *arguments],
             cwd=folder,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # do not take the lock of the repository's index
+            env=_git_variables(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

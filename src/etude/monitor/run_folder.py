@@ -6,6 +6,7 @@ events.jsonl     what happened: start, phases, checkpoints, warnings, errors, en
 media.jsonl      texts, matrices and pictures by step, if there are any
 status.json      a heartbeat while the run is alive, then how it ended
 env.json         versions, device, commit, command line
+git.diff         changes of tracked files that were not committed when the run began, if there were any
 checkpoints/     where `etude resume` continues from
 result.json      the outcome, written at the end
 samples.txt      texts sampled from a language model at the end, if configured
@@ -30,9 +31,9 @@ import torch
 
 from etude.core import RunFolderError
 from etude.core.files import FolderLock, LockHeld, replacing, write_text
-from etude.core.run_layout import CHECKPOINTS
+from etude.core.run_layout import CHECKPOINTS, DIFF
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
-from etude.monitor.environment import collect_environment
+from etude.monitor.environment import collect_environment, uncommitted
 from etude.monitor.jsonl import decode, plain, read_jsonl
 from etude.monitor.written import note_written, remove_written
 
@@ -54,6 +55,7 @@ class RunFolder:
         self.media_path = self.path / "media.jsonl"
         self.status_path = self.path / "status.json"
         self.environment_path = self.path / "env.json"
+        self.diff_path = self.path / DIFF
         self.result_path = self.path / "result.json"
         self.samples_path = self.path / SAMPLES
         self.checkpoints_path = self.path / CHECKPOINTS
@@ -211,8 +213,15 @@ class RunFolder:
             self._write(self.config_path, text)
 
     def write_environment(self, device: torch.device | None = None) -> None:
-        """Write versions, device, commit and command line."""
-        self._write(self.environment_path, _json(collect_environment(device)))
+        """Write versions, device, commit and command line, and changes that are not committed."""
+        environment = collect_environment(device)
+        self._write(self.environment_path, _json(environment))
+        diff = uncommitted() if (environment["git"] or {}).get("dirty") else ""
+        with suppress(OSError):  # it is good to have, but no reason to fail
+            if diff:
+                write_text(self.diff_path, diff)
+            else:
+                self.diff_path.unlink(missing_ok=True)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the outcome; `"status": "finished"` marks a run that reached its end."""
@@ -260,7 +269,7 @@ class RunFolder:
         """Remove the files that a run has written here and nothing else; the caller must hold the lock."""
         if not self.holds_run and not self.is_used:
             return
-        files = (self.events_path, self.media_path, self.status_path, self.environment_path, self.samples_path)
+        files = (self.events_path, self.media_path, self.status_path, self.environment_path, self.diff_path)
         try:
             for name in made_in(self.checkpoints_path, self.path):
                 path = self.checkpoints_path / name
@@ -270,7 +279,7 @@ class RunFolder:
                     path.unlink()
             remove_written(self.path)
             # Last the files that mark a run: if this is interrupted, it can be repeated.
-            for path in (*files, self.metrics_path, self.result_path, self.config_path):
+            for path in (*files, self.samples_path, self.metrics_path, self.result_path, self.config_path):
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot_write(error) from error
