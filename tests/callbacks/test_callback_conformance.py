@@ -102,9 +102,9 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeless(value: Any) -> Any:
-    """Return a copy without the parts that depend on the clock on the wall."""
+    """Return a copy without the parts that depend on the clock on the wall, or on the process."""
     if isinstance(value, dict):
-        return {key: timeless(item) for key, item in value.items() if key not in ("time", "seconds")}
+        return {key: timeless(item) for key, item in value.items() if key not in ("time", "seconds", "memory_bytes")}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 

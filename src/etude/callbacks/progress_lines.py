@@ -20,7 +20,7 @@ USUAL_JUDGES: Judges = ((DEFAULT_MONITOR, "min"), ("val_accuracy", "max"))
 
 _LABELS = {"accuracy": "acc", "perplexity": "ppl"}
 _NOT_METRICS = frozenset(
-    "step epoch samples tokens lr skipped data_wait mfu grad_norm grad_conflicts phase".split()  # noqa: SIM905
+    "step epoch samples tokens lr skipped data_wait mfu memory_bytes grad_norm grad_conflicts phase".split()  # noqa: SIM905
 )
 _NO_GROUPS = frozenset({"", "grad_norm", "grad_cosine", "lr"})
 """Prefixes before a `/` that are not groups: norms of layers, and cosines of pairs."""
