@@ -16,6 +16,7 @@ export function num(value, digits = 4) {
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 /** As on an axis: 12k, 3.5M. */
 export function short(value) {
+  if (Math.abs(value) >= 1e15) return value.toExponential(1).replace("e+", "e").replace("-", "−");
   for (const [size, unit] of UNITS) {
     if (Math.abs(value) >= size) return `${+(value / size).toPrecision(3)}${unit}`;
   }

@@ -51,7 +51,8 @@ function menu(run, map) {
 function ends(map) {
   let [low, high] = [Infinity, -Infinity];
   for (const row of map.cells) for (const value of row) if (value > 0) [low, high] = [Math.min(low, value), Math.max(high, value)];
-  return low < high ? [low, high] : [low / 2 || 1e-8, (high > 0 ? high : 1) * 2];
+  if (low > high) return [1e-8, 1];
+  return low < high ? [low, high] : [low / 2, high * 2];
 }
 
 function legend(map) {
@@ -82,7 +83,7 @@ function drawn(map) {
     const column = Math.floor(((x - left()) / (box.clientWidth - left())) * map.x.length);
     if (!(row in map.rows) || !(column in map.x)) return hideTip();
     const value = map.cells[row][column];
-    return showWords(canvas, x, y, map.rows[row], `${view.x} ${xTick(view.x, rounded(map.x[column]))}`, value == null ? "not recorded" : `largest norm ${num(value)}`);
+    return showWords(canvas, x, y, map.rows[row], `${view.x} ${xTick(view.x, rounded(map.x[column]))}`, value == null ? "not recorded, or not finite" : `largest norm ${num(value)}`);
   });
   canvas.addEventListener("mouseleave", hideTip);
   return box;
@@ -93,8 +94,7 @@ function paint(ctx, width, height, left, map, scale) {
   const [low, high] = ends(map).map(Math.log);
   const [tall, wide] = [height / map.rows.length, (width - left) / map.x.length];
   map.cells.forEach((row, y) => row.forEach((value, x) => {
-    if (value == null) return;
-    ctx.fillStyle = value > 0 ? spectrum((Math.log(value) - low) / (high - low)) : css("faint");
+    ctx.fillStyle = value == null ? css("hover") : value > 0 ? spectrum((Math.log(value) - low) / (high - low)) : css("faint");
     ctx.fillRect(left + x * wide, y * tall, Math.ceil(wide * 2) / 2 + 0.5, tall + 0.5);
   }));
   ctx.font = `11px ${FONT}`;
@@ -104,8 +104,7 @@ function paint(ctx, width, height, left, map, scale) {
   map.rows.forEach((name, i) => i % every === 0 && ctx.fillText(fitted(ctx, name, left - 10), left - 8, (i + 0.5) * tall));
   ctx.textAlign = "center";
   const ticks = Math.max(2, Math.min(8, Math.floor((width - left) / 90)));
-  for (let i = 0; i < ticks; i++) {
-    const at = Math.round(((map.x.length - 1) * (i + 0.5)) / ticks);
+  for (const at of new Set(Array.from({ length: ticks }, (_, i) => Math.round(((map.x.length - 1) * (i + 0.5)) / ticks)))) {
     ctx.fillText(xTick(view.x, rounded(map.x[at])), left + (at + 0.5) * wide, height + 13);
   }
 }

@@ -23,6 +23,8 @@ function drawTabs() {
   fill(by("tabs"), TABS.filter(([tab]) => PAGES[tab]?.isUseful?.() ?? true).map(([tab, label, kind]) => h("button", {
     type: "button", role: "tab", class: kind ?? "", dataset: { tab }, "aria-selected": String(view.tab === tab), tabindex: view.tab === tab ? "0" : "-1",
     onclick: () => set({ tab }), onkeydown: arrows }, label, tab === "alerts" && data.fired ? h("span", { class: "badge", "aria-label": `${data.fired} fired` }, data.fired) : null)));
+  const selected = by("tabs").querySelector("[aria-selected=true]");
+  if (selected && by("tabs").scrollWidth > by("tabs").clientWidth) by("tabs").scrollLeft = selected.offsetLeft - by("tabs").offsetLeft - 60;
   if (before) by("tabs").querySelector(`[data-tab="${before}"]`)?.focus();
 }
 

@@ -16,7 +16,7 @@ export function colorOf(number) {
   const palette = isDark() ? DARK : LIGHT;
   const base = palette[((number % 10) + 10) % 10];
   const tier = Math.floor(number / 10) % 3;
-  return tier === 0 ? base : mixed(base, 0.38, tier === 1 ? "#000000" : "#ffffff");
+  return tier === 0 ? base : tier === 1 ? mixed(base, 0.42, "#ffffff") : mixed(base, 0.35, "#000000");
 }
 
 /** Return a colour of the page, by the name of its CSS variable. */

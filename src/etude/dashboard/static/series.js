@@ -74,22 +74,22 @@ export async function load(wanted, range, pixels, signal) {
 
 /** The server has read all of a file of which it had sent some points. */
 on("sse-exact", ({ run }) => {
-  for (const one of curves.values()) if (one.run === run && one.full && !one.full.exact) {
-    one.asked = true;
-    one.part = null;
-  }
+  for (const one of curves.values()) if (one.run === run && one.full && !one.full.exact) [one.asked, one.part] = [true, null];
   emit("refetch");
 });
 
 /** Return the place of a record on the x axis; null if it has none. */
 function xOf(run, record) {
   if (unit === "time") return record.elapsed ?? null;
-  if (unit === "flops") return run.parameters && record.tokens != null ? 6 * run.parameters * record.tokens : null;
+  if (unit === "flops") {
+    const tokens = record.tokens ?? run.metrics?.tokens;
+    return run.parameters && tokens != null ? 6 * run.parameters * tokens : null;
+  }
   if (unit === "epoch") {
     const steps = run.steps_per_epoch ?? (run.total_epochs ? run.total_steps / run.total_epochs : null);
     return steps ? record.step / steps : null;
   }
-  return unit === "step" || unit === "samples" || unit === "tokens" ? (record[unit] ?? null) : null;
+  return record[unit] ?? run.metrics?.[unit] ?? null; // records of validation have no samples and tokens of their own
 }
 
 function add(one, record) {
@@ -206,6 +206,8 @@ function between(set, x) {
 
 on("sse-points", ({ run, records, elapsed }) => {
   if (elapsed) records.forEach((record, i) => (record.elapsed = elapsed[i]));
+  const known = data.runs.get(run)?.metrics ?? {};
+  for (const record of records) for (const key of ["samples", "tokens"]) if (record[key] != null) known[key] = record[key];
   const kept = [...(recent.get(run) ?? []), ...records].slice(-KEPT);
   recent.set(run, kept);
   for (const one of curves.values()) if (one.run === run) records.forEach((record) => add(one, record));
@@ -214,7 +216,7 @@ on("sse-points", ({ run, records, elapsed }) => {
 
 on("sse-restart", ({ run }) => {
   recent.delete(run);
-  for (const [key, one] of curves) if (one.run === run) curves.delete(key);
+  for (const one of curves.values()) if (one.run === run) [one.asked, one.part] = [true, null];
   emit("refetch");
 });
 
