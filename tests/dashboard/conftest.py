@@ -1,12 +1,16 @@
-"""A dashboard in this process, and one in a process of its own."""
+"""A dashboard in this process, one in a process of its own, and one in a browser."""
 
 import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from page_runs import make_all
 from starlette.testclient import TestClient
 
 from etude.dashboard.server import make_app
@@ -64,3 +68,46 @@ def serve():
     for one in started:
         one.process.kill()
         one.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Any]:
+    from page_browser import Server
+
+    one = Server(root)
+    yield one
+    one.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from page_browser import CHROMIUM, api
+
+    with api.sync_playwright() as playwright:
+        one = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield one
+        one.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page whose errors, and messages of errors in the console, fail the test."""
+    context = browser.new_context(
+        viewport={"width": 1400, "height": 900}, accept_downloads=True, color_scheme="light"
+    )
+    one = context.new_page()
+    one.set_default_timeout(20_000)
+    problems: list[str] = []
+    one.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    one.on("pageerror", lambda error: problems.append(str(error)))
+    one.problems = problems
+    yield one
+    context.close()
+    assert problems == []
