@@ -13,9 +13,15 @@ if TYPE_CHECKING:
         EarlyStopping,
         GradientMonitor,
         LRSchedule as LRSchedule,
+        MLflowLogger as MLflowLogger,
         ModelCheckpoint,
+        OpenTelemetryLogger as OpenTelemetryLogger,
         ProgressDisplay as ProgressDisplay,
+        PrometheusExporter as PrometheusExporter,
         Telemetry as Telemetry,
+        TensorBoardLogger as TensorBoardLogger,
+        TrackioLogger as TrackioLogger,
+        WandbLogger as WandbLogger,
     )
     from etude.checkpoint import CheckpointManager as CheckpointManager
     from etude.config import register

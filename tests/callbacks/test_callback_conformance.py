@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from etude.monitor import RunFolder
 from etude.multitask import CurriculumCallback, MultiTask, TaskGradientMonitor, TaskSpec
 from etude.multitask.curriculum import Curriculum, Phase, Start
 from forked_python import run_python
+from sink_stand_ins import curves, install, provide
 
 ARGUMENTS = {
     "filename": "log.csv",
@@ -31,6 +33,9 @@ ARGUMENTS = {
     "every": 3,
     "every_steps": 3,
     "params": "bias",
+    "port": 0,
+    "histograms_every": 3,
+    "points_per_s": None,
 }
 """Arguments for registered callbacks, by name of the argument."""
 
@@ -72,12 +77,22 @@ MAKERS: dict[str, Callable[[Life], Callback]] = {
     "curriculum": curriculum,
 }
 
+NEEDS = {"tensorboard": "tensorboard", "opentelemetry": "opentelemetry.sdk"}
+"""Packages without which a sink is not tested; stand-ins take the place of the others."""
+SINKS = ("mlflow", "opentelemetry", "prometheus", "tensorboard", "trackio", "wandb")
+for _name, _package in NEEDS.items():
+    if find_spec(_package.partition(".")[0]) is None:
+        del MAKERS[_name]
+
 every_callback = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    install(monkeypatch)
+    if "opentelemetry" in MAKERS:
+        provide(monkeypatch)
 
 
 def to_json(state: dict[str, Any]) -> str:
@@ -115,9 +130,15 @@ NO_STATE = (".lock", "events.jsonl", "status.json")
 def contents(folder: Path) -> dict[str, Any]:
     """Return what all files of a folder say."""
     found: dict[str, Any] = {}
+    events = {path.parent for path in folder.rglob("*.tfevents.*")}
+    found |= {str(path.relative_to(folder)): repr(curves(path)) for path in events}  # NaN does not equal NaN
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in NO_STATE):
         name = str(path.relative_to(folder))
-        if path.suffix == ".jsonl":
+        if ".tfevents." in name:
+            continue  # several files are read as one
+        if path.parent.name == "sinks":
+            found[name] = json.loads(path.read_bytes())["written"]  # ids differ
+        elif path.suffix == ".jsonl":
             found[name] = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.suffix == ".csv":
             found[name] = [timeless(row) for row in csv.DictReader(io.StringIO(path.read_text()))]
@@ -227,7 +248,7 @@ def test_the_state_of_a_life_is_not_that_of_its_beginning(tmp_path):
         before = through_json(callback.state_dict())
         life.whole(callback)
         assert (
-            name in ("recorder", "text_samples", "find_nonfinite", "freeze")
+            name in ("recorder", "text_samples", "find_nonfinite", "freeze", *SINKS)
             or through_json(callback.state_dict()) != before
         ), name
 

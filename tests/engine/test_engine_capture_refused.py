@@ -231,7 +231,7 @@ def test_where_capture_is_needed_a_reason_against_it_is_an_error():
 def test_gradients_that_a_callback_looks_at_are_those_of_usual_steps():
     step, capture, notices = make()
     seen = []
-    step.watchers = [seen.append]
+    step.watchers = [(1, seen.append)]
     for batch in batches(6):
         step([batch])
     assert len(seen) == 6

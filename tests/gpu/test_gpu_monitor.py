@@ -60,7 +60,7 @@ def test_a_step_that_is_looked_at_never_waits(no_waiting, precision, recompute):
     updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=chosen)
     step = Step(model, SupervisedTask(ClassificationLoss()), updater, chosen, metrics=True)
     monitor = GradientMonitor(every=1)
-    step.watchers = [monitor.on_gradients]
+    step.watchers = [(1, monitor.on_gradients)]
     x, y = (one.cuda() for one in data(64))
     batches = [(x[:32], y[:32]), (x[32:], y[32:])]
     while float(step(batches).skipped):  # up to the first update that counts, the step may look
@@ -81,7 +81,7 @@ def test_norms_are_those_of_the_plain_formula():
     monitor = GradientMonitor()
     precision = MixedPrecision("fp32", torch.device("cuda"))
     step = Step(model, SupervisedTask(ClassificationLoss()), Updater(AdamW(model.parameters())), precision)
-    step.watchers = [monitor.on_gradients]
+    step.watchers = [(1, monitor.on_gradients)]
     step([(x, y)])
     monitor.on_log({})
     for name, param in reference.named_parameters():

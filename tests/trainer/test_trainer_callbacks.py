@@ -31,10 +31,17 @@ from etude.callbacks import (
     EventCallback,
     FindNonfinite,
     Freeze,
+    MLflowLogger,
+    OpenTelemetryLogger,
     ProgressDisplay,
+    PrometheusExporter,
     RunRecorder,
+    SinkCallback,
     Telemetry,
+    TensorBoardLogger,
     TextSamples,
+    TrackioLogger,
+    WandbLogger,
 )
 from etude.core import ConfigError
 from etude.losses import ClassificationLoss
@@ -50,6 +57,7 @@ from etude.multitask import (
 )
 from etude.multitask.curriculum import Curriculum, Phase, Start
 from etude.optim import SGD
+from sink_stand_ins import curves, install, provide
 
 EPOCHS = 4
 
@@ -169,7 +177,41 @@ def passes_events_on(case):
     return Telemetry(events.append), lambda door: any(isinstance(one, EpochEnded) for one in events)
 
 
+def writes_curves(case):
+    pytest.importorskip("tensorboard")
+    return TensorBoardLogger(
+        str(case.folder / "tb")
+    ), lambda door: len(curves(case.folder / "tb")["val/loss"]) == EPOCHS
+
+
+def serves_metrics(case):
+    callback = PrometheusExporter(port=0)
+    return callback, lambda door: "val" in callback._metrics
+
+
+def sends_spans(case):
+    pytest.importorskip("opentelemetry.sdk")
+    _, exporter = provide(case.monkeypatch)
+    is_validation = lambda span: span.name == "etude.validation"
+    return OpenTelemetryLogger(), lambda door: sum(map(is_validation, exporter.get_finished_spans())) == EPOCHS
+
+
+def logs_to(tool):
+    def make(case):
+        runs = install(case.monkeypatch)[tool]
+        kind = {"wandb": WandbLogger, "trackio": TrackioLogger, "mlflow": MLflowLogger}[tool]
+        return kind(), lambda door: len(runs) == 1 and len(runs[0].curve("val/loss")) == EPOCHS
+
+    return make
+
+
 CALLBACKS = {
+    TensorBoardLogger: writes_curves,
+    PrometheusExporter: serves_metrics,
+    OpenTelemetryLogger: sends_spans,
+    WandbLogger: logs_to("wandb"),
+    TrackioLogger: logs_to("trackio"),
+    MLflowLogger: logs_to("mlflow"),
     Telemetry: passes_events_on,
     EMA: averages,
     Freeze: freezes,
@@ -275,7 +317,7 @@ def test_all_callbacks_of_the_package_are_here():
     rooms = (etude.callbacks, etude.multitask)
     found = {getattr(room, name) for room in rooms for name in room.__all__}
     kinds = {one for one in found if isinstance(one, type) and issubclass(one, Callback) and one is not Callback}
-    assert kinds - {TaskGradientWatcher, EventCallback} == set(CALLBACKS)  # base classes
+    assert kinds - {TaskGradientWatcher, EventCallback, SinkCallback} == set(CALLBACKS)  # base classes
 
 
 class Misspelt(Callback):
@@ -299,6 +341,7 @@ def test_a_misspelt_hook_is_refused_before_training(door, tmp_path, monkeypatch)
 def test_a_callback_acts_or_is_refused(kind, door, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     case = Case(tmp_path)
+    case.monkeypatch = monkeypatch
     callback, shows_it = CALLBACKS[kind](case)
     name = next(name for name, one in DOORS.items() if one is door)
     if shows_it is None or (name, kind) in REFUSED:

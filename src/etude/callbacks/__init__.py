@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from etude.callbacks.model_checkpoint import ModelCheckpoint
     from etude.callbacks.progress import ProgressDisplay
     from etude.callbacks.recorder import RunRecorder
+    from etude.callbacks.sinks.base import SinkCallback
+    from etude.callbacks.sinks.mlflow import MLflowLogger
+    from etude.callbacks.sinks.opentelemetry import OpenTelemetryLogger
+    from etude.callbacks.sinks.prometheus import PrometheusExporter
+    from etude.callbacks.sinks.tensorboard import TensorBoardLogger
+    from etude.callbacks.sinks.trackio import TrackioLogger
+    from etude.callbacks.sinks.wandb import WandbLogger
     from etude.callbacks.text_samples import TextSamples
     from etude.engine.callback import Callback, RunInfo
     from etude.engine.callback_list import CallbackList
@@ -33,12 +40,19 @@ __all__ = [
     "GradientHealth",
     "GradientMonitor",
     "LRSchedule",
+    "MLflowLogger",
     "ModelCheckpoint",
+    "OpenTelemetryLogger",
     "ProgressDisplay",
+    "PrometheusExporter",
     "RunInfo",
     "RunRecorder",
+    "SinkCallback",
     "Telemetry",
+    "TensorBoardLogger",
     "TextSamples",
+    "TrackioLogger",
+    "WandbLogger",
 ]
 
 __getattr__ = load_late(__name__, __file__)

@@ -38,6 +38,8 @@ MOST_CELLS = 10_000
 class EventCallback(Callback):
     """Base class: passes everything that happens in a run to `receive`, as events. Costs nothing in a step."""
 
+    listens = True
+
     def __init__(self) -> None:
         super().__init__()
         self._clock = Clock()

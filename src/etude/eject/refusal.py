@@ -44,7 +44,10 @@ IDLE = frozenset(
     }
 )
 """Keys of `training` that do not change the weights: they are left out."""
-WATCHING = ("csv_logger", "find_nonfinite", "gradient_monitor", "model_checkpoint", "text_samples")
+WATCHING = (
+    *("csv_logger", "find_nonfinite", "gradient_monitor", "model_checkpoint", "text_samples"),
+    *("mlflow", "opentelemetry", "prometheus", "tensorboard", "trackio", "wandb"),
+)
 """Callbacks that do not change training: they are left out."""
 DATA = "only mnist, tables, arrays and blocks of tokens can be written"
 LOSSES = ("cross_entropy", "text_classification", "vision_classification", "language_modeling", "mse", "l1", "huber")

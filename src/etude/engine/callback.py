@@ -1,6 +1,7 @@
 """Callbacks: the protocol and the order of its hooks.
 
-A run calls the hooks in this order; within a hook, callbacks run in the order in which they are listed:
+A run calls the hooks in this order; within a hook, callbacks run in the order in which they are listed (but in
+`on_train_end` those that pass on what others send, `listens`, come last):
 
     prepare(model)                                  # before the optimizer is created
     bind(parts)                                     # when the run is put together, before a checkpoint is loaded
@@ -127,6 +128,10 @@ class Callback:
     """True if it reads layers or weights of the model, so that a model that is a plain function is refused."""
     uses_all_parameters = True
     """False if it freezes parameters that the optimizer has, so that a step may leave them out."""
+    gradients_every = 1
+    """Steps between two calls of `on_gradients`; the steps in between can be captured as CUDA graphs."""
+    listens = False
+    """True if it passes on what other callbacks send: its `on_train_end` is called after theirs."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:
@@ -152,7 +157,7 @@ class Callback:
         """Called before every optimizer step with the number of steps taken so far."""
 
     def on_gradients(self, gradients: Gradients) -> None:
-        """Called in every step after the backward pass; reading a gradient waits for the device."""
+        """Called in every `gradients_every`-th step after the backward pass; reading one waits for the device."""
 
     def on_step_end(self, report: StepReport) -> None:
         """Called after every optimizer step; reading a tensor of the report waits for the device."""

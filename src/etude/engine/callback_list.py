@@ -98,6 +98,8 @@ class CallbackList:
         for name in HOOKS:
             if implements(callback, name):
                 self._hooks[name].append(getattr(callback, name))
+        ordered = sorted(self._callbacks, key=lambda one: one.listens)  # what others send at the end still arrives
+        self._hooks["on_train_end"] = [one.on_train_end for one in ordered if implements(one, "on_train_end")]
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -165,6 +167,11 @@ class CallbackList:
             yield
         finally:
             self._call("on_save_end")
+
+    def watchers(self) -> list[tuple[int, Callable[..., None]]]:
+        """Return the functions that are called with the gradients of every N-th step, each with its N."""
+        found = [one for one in self._callbacks if implements(one, "on_gradients")]
+        return [(one.gradients_every, one.on_gradients) for one in found]
 
     def device_updates(self) -> list[Callable[[Tensor], None]]:
         """Return the functions that a step calls after its update."""

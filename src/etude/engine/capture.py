@@ -74,7 +74,10 @@ class Capture:
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step."""
-        if self.refused is not None or not self.step.objective.is_usual(self.step.clock.step):
+        number = self.step.clock.step
+        if self.refused is not None or not self.step.objective.is_usual(number):
+            return self.step.run(micro_batches)
+        if any(every > 1 and number % every == 0 for every, _ in self.step.watchers):
             return self.step.run(micro_batches)
         tensors: list[Tensor] = []
         try:
@@ -98,7 +101,7 @@ class Capture:
         The tensors of the batches are appended to the list.
         """
         step = self.step
-        if step.watchers:
+        if any(every == 1 for every, _ in step.watchers):
             raise Unfit("a callback reads the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")

@@ -77,7 +77,7 @@ class Loop:
         """Connect the step and the callbacks with each other and with the state."""
         self.callbacks.around = self.state.aside
         self.step.clock = self.clock
-        self.step.watchers = self.callbacks.hooks("on_gradients")
+        self.step.watchers = self.callbacks.watchers()
         self.step.after_update = self.callbacks.device_updates()
         self.step.objective.connect(self.callbacks)
         self.step.notice, self.step.warn = partial(self._notify, event="execution"), self._notify

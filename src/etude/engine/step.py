@@ -58,8 +58,8 @@ class Step:
         """Receives information for the user about how steps are run; not a warning."""
         self.warn: Callable[[str], None] = logger.warning
         """Receives a message about a failure that does not stop training."""
-        self.watchers: Sequence[Callable[[Gradients], None]] = ()
-        """Called with the gradients of every step before they are applied."""
+        self.watchers: Sequence[tuple[int, Callable[[Gradients], None]]] = ()
+        """Functions that are called with the gradients of every N-th step before they are applied, each with its N."""
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
         """Called with `skipped` at the end of every step, on the device."""
         self._buffers = BufferGuard(model)
@@ -99,8 +99,9 @@ class Step:
                 self.task.observe(batch)
                 objective.backward(terms)
         count = objective.finish()
-        for watch in self.watchers:
-            watch(Gradients(self.model, updater.params, count, self.precision))
+        for every, watch in self.watchers:
+            if self.clock.step % every == 0:
+                watch(Gradients(self.model, updater.params, count, self.precision))
         divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
         norm, skipped = updater.apply(divisor)
         objective.after_update()

@@ -1,6 +1,8 @@
 """A confusion matrix as JSON and as an SVG picture, written without a plotting library."""
 
 import json
+import struct
+import zlib
 from collections.abc import Sequence
 from html import escape
 
@@ -26,6 +28,32 @@ def matrix_files(name: str, matrix: Tensor, class_names: Sequence[str] | None) -
     if matrix.dim() == 2 and matrix.shape[0] <= MOST_CLASSES:
         files[f"{name}.svg"] = _picture(matrix.tolist(), names)
     return files
+
+
+def matrix_png(rows: Sequence[Sequence[float]]) -> tuple[bytes, int]:
+    """Return a square matrix as a PNG picture of shares by row, and its side in pixels, for tools without SVG.
+
+    >>> matrix_png([[9, 1], [0, 5]])[0][:4], matrix_png([[9, 1], [0, 5]])[1]
+    (b'\\x89PNG', 400)
+    """
+    cell = max(1, 400 // max(1, len(rows)))
+    lines = []
+    for row in rows:
+        total = sum(row) or 1
+        shares = (min(1.0, max(0.0, count / total)) for count in row)
+        colors = (bytes(round(255 + (dark - 255) * share) for dark in (8, 48, 107)) for share in shares)
+        lines.append((b"\0" + b"".join(color * cell for color in colors)) * cell)
+    side = cell * len(rows)
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(b"".join(lines)),
+        b"IEND": b"",
+    }
+    parts = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts), side
 
 
 def _picture(rows: list[list[float]], names: Sequence[str]) -> str:

@@ -9,9 +9,8 @@ env.json         versions, device, commit, command line
 git.diff         changes of tracked files that were not committed when the run began, if there were any
 checkpoints/     where `etude resume` continues from
 result.json      the outcome, written at the end
-samples.txt      texts sampled from a language model at the end, if configured
-metrics/         files of metrics, such as a confusion matrix, if there are any
-.written         the names of such files
+        files = [self.events_path, self.media_path, self.status_path, self.environment_path, self.diff_path]
+        files += (self.path / SINKS).glob("*.json")  # another run has other ids
 .lock            the id of the process that writes here
 """
 
@@ -38,6 +37,8 @@ from etude.monitor.jsonl import decode, plain, read_jsonl
 from etude.monitor.written import note_written, remove_written
 
 SAMPLES = "samples.txt"
+SINKS = "sinks"
+"""Folder with a small file for every tool to which the run is passed on."""
 FINISHED = "finished"
 """The `status` in result.json of a run that reached its end."""
 
@@ -269,7 +270,8 @@ class RunFolder:
         """Remove the files that a run has written here and nothing else; the caller must hold the lock."""
         if not self.holds_run and not self.is_used:
             return
-        files = (self.events_path, self.media_path, self.status_path, self.environment_path, self.diff_path)
+        files = [self.events_path, self.media_path, self.status_path, self.environment_path, self.diff_path]
+        files += (self.path / SINKS).glob("*.json")  # another run has other ids
         try:
             for name in made_in(self.checkpoints_path, self.path):
                 path = self.checkpoints_path / name
