@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, 
 from etude import DataLoader, Trainer, predict
 from etude.core import CheckpointError, ConfigError, DataError
 from etude.core.task import LossTerm, Task
-from etude.data import as_loader
+from etude.data import LoaderData, as_loader
 from etude.distributed import World, join_world, leave_world
 from etude.distributed.parallel import share_buffers
 from etude.distributed.world import run_collective
@@ -410,5 +410,22 @@ def predictions() -> None:
         found = predict(Padded(), ragged, batch_size=2)
         assert [len(row) for row in found][-1] == 1
         assert [row[0].item() for row in found] == ragged[:, 0].tolist()
+        documents = [{"input_ids": torch.arange(1, 1 + length)} for length in (2, 5, 3, 4, 2, 1, 6)]
+        found = predict(Tokens(), LoaderData(Documents(documents), {"collate_fn": padded}), batch_size=4)
+        assert [row[:, 0].tolist() for row in found] == [one["input_ids"].tolist() for one in documents]
         with pytest.raises(ConfigError, match="list"):
             Trainer(model, progress=False, world=w, device="cpu").predict([inputs])
+
+
+class Documents(list, torch.utils.data.Dataset):
+    pass
+
+
+class Tokens(nn.Module):
+    def forward(self, input_ids, attention_mask):
+        return input_ids[:, :, None].float().expand(-1, -1, 3)
+
+
+def padded(documents):
+    ids = nn.utils.rnn.pad_sequence([one["input_ids"] for one in documents], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}

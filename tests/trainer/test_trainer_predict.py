@@ -231,3 +231,45 @@ def test_tasks_by_name_with_and_without_labels():
 def test_an_unknown_precision_is_reported():
     with pytest.raises(ConfigError, match="fp8"):
         etude.predict(nn.Linear(4, 3), torch.zeros(2, 4), precision="fp8")
+
+
+class PerToken(nn.Module):
+    """Outputs for tokens, with and without the last one, and for samples."""
+
+    def forward(self, input_ids, attention_mask):
+        tokens = input_ids[:, :, None].float()
+        return {"tokens": tokens, "whole": (input_ids * attention_mask).sum(1, keepdim=True)}
+
+
+def padded(lengths, *, left=False):
+    ids = nn.utils.rnn.pad_sequence(
+        [torch.arange(1, 1 + n) for n in lengths], batch_first=True, padding_side="left" if left else "right"
+    )
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_predictions_of_tokens_have_no_padding_and_do_not_depend_on_batches(left):
+    lengths = [2, 5, 3, 1]
+    for batches in ([lengths], [lengths[:3], lengths[3:]]):
+        found = etude.predict(PerToken(), [padded(one, left=left) for one in batches])
+        assert [row.flatten().tolist() for row in found["tokens"]] == [list(range(1, 1 + n)) for n in lengths]
+        assert found["whole"].flatten().tolist() == [n * (n + 1) // 2 for n in lengths]
+
+
+def test_documents_of_one_length_are_one_tensor_whatever_their_batches_are_padded_to():
+    batch = padded([3, 3])
+    longer = {name: nn.functional.pad(value, (0, 2)) for name, value in batch.items()}
+    found = etude.predict(PerToken(), [batch, longer])["tokens"]
+    assert found.shape == (4, 3, 1)
+
+
+class NextTokens(nn.Module):
+    def forward(self, tokens, attn_mask=None):
+        return tokens[:, :, None].float()
+
+
+def test_predictions_of_next_token_batches_have_a_row_for_each_target():
+    batch = padded([2, 5, 3])
+    given = {"tokens": batch["input_ids"], "attn_mask": batch["attention_mask"]}
+    assert [row.flatten().tolist() for row in etude.predict(NextTokens(), [given])] == [[1], [1, 2, 3, 4], [1, 2]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, DataError, Loader, Task, TrainingError
-from etude.core.batch import is_empty, num_samples
+from etude.core.batch import is_empty, num_samples, padding_mask_of
 from etude.core.forms import kind_of, parts_of
 from etude.core.model import unwrap
 from etude.core.random import aside
@@ -20,6 +20,8 @@ from etude.engine.precision import MixedPrecision
 
 Leaves = dict[str, Tensor]
 """The tensors of an output; the key is the JSON list of the keys and indices that lead to it."""
+_MASK = "mask"
+"""The key of the mask of padding among them."""
 
 
 @explained
@@ -34,9 +36,10 @@ def predict(
     """Return the outputs for one epoch of `loader`, concatenated over batches and ranks, on the CPU.
 
     A tensor stays a tensor; a tuple or mapping keeps its tensors. An output with an attribute `logits` becomes these.
-    Scalars, such as a loss, and other values are dropped, and half precision becomes float32. Where the batches have
-    different shapes, such as sequences padded to the longest of their batch, the result is a list with one tensor per
-    sample. The model runs in eval mode and without gradients; modes and random generators are restored.
+    Scalars, such as a loss, and other values are dropped, and half precision becomes float32. Outputs (B, L, …) of
+    batches with a mask of padding (B, L) lose their rows of padding, since its length depends on the other samples.
+    Where samples have different shapes, the result is a list with one tensor per sample. The model runs in eval mode
+    and without gradients; modes and random generators are restored.
 
     With several ranks each predicts its share of every batch, and all of them return everything. Raises DataError if
     there are no samples, and TrainingError if the output has no tensor with a row for each sample.
@@ -99,7 +102,20 @@ def _leaves(output: Any, batch: Batch) -> Leaves:
             f"predict found no tensors in the model's output, a {type(output).__name__}; return a tensor, or a tuple "
             "or mapping of tensors"
         )
+    if (mask := _mask_of(batch, found)) is not None:
+        found[_MASK] = mask.detach().to("cpu") != 0
     return found
+
+
+def _mask_of(batch: Batch, found: Leaves) -> Tensor | None:
+    """Return the mask of padding that fits the outputs: with or without the first token, which is no target."""
+    whole = padding_mask_of(dict(batch, labels=None)) if kind_of(batch) == "mapping" else None
+    masks = (padding_mask_of(batch), whole)
+    return next((one for one in masks if one is not None and any(_fits(part, one) for part in found.values())), None)
+
+
+def _fits(part: Tensor, mask: Tensor) -> bool:
+    return part.dim() > 2 and part.shape[:2] == mask.shape
 
 
 def tensors_in_output(
@@ -140,15 +156,27 @@ def _together(batches: list[Leaves]) -> Any:
     filled = [leaves for leaves in batches if leaves]
     if not filled:
         raise DataError("there are no samples to predict: the data is empty")
+    masks = [leaves.pop(_MASK, None) for leaves in filled]
     names = list(filled[0])
     if any(list(leaves) != names for leaves in filled):
         raise TrainingError("the model's outputs for different batches have different keys; return the same keys")
     result: dict[Any, Any] = {}
     for name in names:
-        parts = [leaves[name] for leaves in filled]
-        same = len({(part.shape[1:], part.dtype) for part in parts}) == 1
-        _put(result, [None, *json.loads(name)], torch.cat(parts) if same else [row for part in parts for row in part])
+        _put(result, [None, *json.loads(name)], _joined([leaves[name] for leaves in filled], masks))
     return _as_tuples(result[None])
+
+
+def _joined(parts: list[Tensor], masks: list[Tensor | None]) -> Tensor | list[Tensor]:
+    """Return the rows of all samples as a tensor, or as a list if they have different shapes."""
+    rows = [row for part in parts for row in part]
+    real = [mask for part, mask in zip(parts, masks, strict=True) if mask is not None and _fits(part, mask)]
+    if len(real) == len(parts):
+        kept = [row for mask in real for row in mask]
+        rows = [row if mask.all() else row[mask] for row, mask in zip(rows, kept, strict=True)]
+        same = len({(row.shape, row.dtype) for row in rows}) == 1
+        return torch.stack(rows) if same else rows
+    same = len({(part.shape[1:], part.dtype) for part in parts}) == 1
+    return torch.cat(parts) if same else rows
 
 
 def _put(tree: dict[Any, Any], path: list[Any], value: Any) -> None:
