@@ -83,7 +83,7 @@ def make_step(make: Callable[[], nn.Module], task: SupervisedTask, device: torch
 
 def stretch(step: Step, batch: object, monitor: GradientMonitor | None, steps: int) -> float:
     """Return the microseconds per step of some steps and one log point, which reads one number of them."""
-    step.watchers = () if monitor is None else [monitor.on_gradients]
+    step.watchers = () if monitor is None else [(1, monitor.on_gradients)]
     wait(step)
     clock = time.perf_counter if step.updater.device.type == "cuda" else time.process_time
     start = clock()

@@ -1,5 +1,6 @@
 """Text samples: the model's own text, exactly as it would be drawn by hand, and never a change or an end of the run."""
 
+import json
 import logging
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from callback_life import Life, tokenizer_file
 from torch import nn
 
-from etude.callbacks import CallbackList, TextSamples
+import etude
+from etude.callbacks import Callback, CallbackList, TextSamples
 from etude.core import ConfigError, DataError
 from etude.corpus import load_tokenizer
 from etude.models import CausalTransformerLM
@@ -116,3 +118,62 @@ def test_mistakes_are_reported_at_the_start(tmp_path):
         run(tmp_path, make(), TextSamples(tokenizer="nothing.json"))
     with pytest.raises(ConfigError, match="top_p is 2"):
         TextSamples(tokenizer="x", top_p=2)
+
+
+class Dies(Callback):
+    def on_step_end(self, report):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 10:
+            raise LookupError
+
+
+def train(folder, *callbacks, validate=True, **kwargs):
+    tokens = torch.randint(0, VOCAB, (16, 8), generator=torch.Generator().manual_seed(0))
+    data = (tokens, tokens)
+    config = {"epochs": 4, "batch_size": 4, "validate_every_steps": 2 if validate else None, "device": "cpu"}
+    trainer = etude.Trainer(
+        make(dropout=0.1),
+        data,
+        data if validate else None,
+        loss="language_modeling",
+        config=config,
+        callbacks=list(callbacks),
+        output_dir=folder,
+        progress=False,
+        **kwargs,
+    )
+    trainer.train()
+    return trainer
+
+
+def published(folder):
+    path = folder / "media.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {one["step"]: one["data"] for one in records if one["name"] == "samples"}
+
+
+def test_texts_by_step_do_not_change_training(tmp_path):
+    callback = TextSamples(["def "], max_new_tokens=5, tokenizer=tokenizer_file(), every=3)
+    plain, sampled = train(tmp_path / "plain"), train(tmp_path / "sampled", callback)
+    for one, other in zip(plain.model.parameters(), sampled.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    found = published(tmp_path / "sampled")
+    assert list(found) == [6, 12, 16]  # every third of the validations after 2, 4 … 16 steps, and the end
+    assert all(text.startswith("│ def ") for text in found.values())
+    assert found[16] == (tmp_path / "sampled" / "samples.txt").read_text(encoding="utf-8")
+    assert published(tmp_path / "plain") == {}
+
+
+def test_epochs_are_counted_where_there_is_no_validation(tmp_path):
+    callback = TextSamples(max_new_tokens=2, tokenizer=tokenizer_file(), every=2)
+    train(tmp_path / "run", callback, validate=False)
+    assert list(published(tmp_path / "run")) == [8, 16]
+
+
+def test_a_resumed_run_samples_at_the_same_steps(tmp_path):
+    arguments = {"max_new_tokens": 5, "tokenizer": tokenizer_file(), "every": 3}
+    with pytest.raises(LookupError):
+        train(tmp_path / "run", TextSamples(**arguments), Dies())
+    train(tmp_path / "run", TextSamples(**arguments), resume=True)
+    train(tmp_path / "straight", TextSamples(**arguments))
+    assert published(tmp_path / "run") == published(tmp_path / "straight") != {}

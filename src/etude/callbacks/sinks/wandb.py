@@ -70,7 +70,13 @@ class WandbLogger(LogsBySteps):
         points_per_s: Annotated[float, Gt(0.0)] | None = 10.0,
     ) -> None:
         super().__init__(points_per_s)
-        self._arguments: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags}
+        self._arguments: dict[str, Any] = {
+            "project": project,
+            "name": name,
+            "entity": entity,
+            "group": group,
+            "tags": tags,
+        }
         self.mode = mode
 
     def begin(self, run: RunInfo) -> None:
