@@ -9,7 +9,7 @@ let made = null;
 function make() {
   const press = (key, label, title) => h("button", { type: "button", class: "mini", title, dataset: { key }, onclick: () => set({ [key]: !view[key] }) }, label);
   made = {
-    x: h("select", { "aria-label": "x axis", onchange: (event) => set({ x: event.target.value }) }, xNames.map((one) => h("option", { value: one }, xLabel(one)))),
+    x: h("select", { "aria-label": "x axis", onchange: (event) => set({ x: event.target.value, zoom: null }) }, xNames.map((one) => h("option", { value: one }, xLabel(one)))),
     smooth: h("input", { type: "range", min: 0, max: 0.99, step: 0.01, "aria-label": "Smoothing", oninput: (event) => set({ smooth: Number(event.target.value) }) }),
     amount: h("output", {}),
     presses: [press("logx", "log x", "Logarithmic x axis"), press("events", "events", "Phases, checkpoints, resumes, warnings and rate changes"), press("outliers", "outliers", "Fit the y axis to all values, also to rare ones")],

@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uPlot.js";
 import { fill, h, iconButton } from "./dom.js";
 import { drawLines, drawMarks, FONT } from "./draw.js";
-import { chartMenu } from "./export.js";
+import { chartMenu, logTicks } from "./export.js";
 import { num, short, xText, xTick } from "./format.js";
 import { groupOf, groupColor } from "./grouping.js";
 import { marksOf } from "./marks.js";
@@ -19,12 +19,17 @@ const visible = new IntersectionObserver(
 );
 const sized = new ResizeObserver((seen) => seen.forEach((one) => one.target.chart?.resize()));
 let frame = 0;
+let pointedAt = null; // the chart under the mouse
+const dirty = new Set();
 
-/** Draw all charts on the screen again, at the next frame. */
-export function redraw() {
+/** Draw charts again at the next frame: one, or all that are on the screen. */
+export function redraw(only) {
+  for (const one of only ? [only] : charts) dirty.add(one);
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    for (const one of charts) if (one.isVisible) one.draw();
+    const some = [...dirty];
+    dirty.clear();
+    for (const one of some) if (one.isVisible) one.draw();
   });
 }
 
@@ -39,6 +44,15 @@ export function xRange() {
   const found = view.zoom ?? extent(view.runs ?? []) ?? [0, 1];
   const [low, high] = view.logx ? [Math.max(found[0], 1e-3), Math.max(found[1], 1e-2)] : found;
   return low < high ? [low, high] : [low - 0.5, high + 0.5];
+}
+
+/** Move the range by a share of its width, and make it wider or narrower around `at`, a share of it. */
+export function scroll(by, factor, at = 0.5) {
+  const [low, high] = view.logx ? xRange().map(Math.log) : xRange();
+  const width = high - low;
+  const start = low + by * width + at * width * (1 - factor);
+  const ends = [start, start + factor * width];
+  set({ zoom: view.logx ? ends.map(Math.exp) : ends });
 }
 
 export class Chart {
@@ -74,7 +88,7 @@ export class Chart {
     this.isVisible = isVisible;
     if (isVisible) {
       this.fetch();
-      redraw();
+      redraw(this);
     }
   }
 
@@ -82,7 +96,7 @@ export class Chart {
     const [width, height] = [this.body.clientWidth, this.body.clientHeight];
     if (!width || !height) return;
     if (this.plot && (this.plot.width !== width || this.plot.height !== height)) this.plot.setSize({ width, height });
-    if (this.isVisible) redraw();
+    if (this.isVisible) redraw(this);
   }
 
   get isLog() {
@@ -113,7 +127,7 @@ export class Chart {
         const splits = Map.groupBy ? Map.groupBy(lacks, (one) => one.split) : bySplit(lacks);
         await Promise.all([...splits.values()].map((some) => load(some, range, pixels, this.abort.signal)));
       }
-      redraw();
+      redraw(); // the range of all charts may be another now
     } catch (error) {
       if (error.name !== "AbortError") this.failed = error.message;
     } finally {
@@ -193,7 +207,7 @@ export class Chart {
   }
 
   make(width, height, xs, ys) {
-    const axis = { stroke: () => css("muted"), font: `11px ${FONT}`, grid: { stroke: () => css("grid"), width: 1, filter: (plot, at, i) => at.map((one) => ((i ? this.isLog : view.logx) && Math.log10(one) % 1 ? null : one)) }, ticks: { show: false } };
+    const axis = { stroke: () => css("muted"), font: `11px ${FONT}`, grid: { stroke: () => css("grid"), width: 1 }, ticks: { show: false } };
     const options = {
       width, height, padding: [8, 10, 0, 0],
       legend: { show: false },
@@ -203,8 +217,8 @@ export class Chart {
         y: { auto: false, distr: this.isLog ? 3 : 1, range: () => ys },
       },
       axes: [
-        { ...axis, scale: "x", size: 24, gap: 4, space: this.spec.small ? 48 : 64, values: (_, at) => at.map((one) => (one == null ? "" : xTick(view.x, one))) },
-        { ...axis, scale: "y", size: this.spec.small ? 44 : 52, gap: 6, space: this.spec.small ? 24 : 34, values: (_, at) => labels(at) },
+        { ...axis, ...(view.logx ? LOG : {}), scale: "x", size: 24, gap: 4, space: this.spec.small ? 48 : 64, values: (_, at) => at.map((one) => (one == null ? "" : xTick(view.x, one))) },
+        { ...axis, ...(this.isLog ? LOG : {}), scale: "y", size: this.spec.small ? 44 : 52, gap: 6, space: this.spec.small ? 24 : 34, values: (_, at) => labels(at) },
       ],
       cursor: {
         x: true, y: false, points: { show: false },
@@ -227,6 +241,9 @@ export class Chart {
     fill(this.body);
     this.plot = new uPlot(options, [[...xs]], this.body);
     this.plot.over.addEventListener("click", (event) => this.click(event));
+    this.plot.over.addEventListener("mouseenter", () => (pointedAt = this));
+    this.plot.over.addEventListener("wheel", (event) => this.wheel(event));
+    this.plot.over.addEventListener("touchmove", (event) => this.touch(event), { passive: true });
     this.plot.batch(() => {
       this.plot.setScale("x", { min: xs[0], max: xs[1] });
       this.plot.setScale("y", { min: ys[0], max: ys[1] });
@@ -289,6 +306,20 @@ export class Chart {
     hideTip();
   }
 
+  wheel(event) {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    scroll(0, Math.exp(Math.max(-1, Math.min(1, event.deltaY / 200))), event.offsetX / this.plot.over.clientWidth);
+  }
+
+  /** A finger moves the cursor; up and down still scrolls. */
+  touch(event) {
+    const box = this.plot.over.getBoundingClientRect();
+    const [left, top] = [event.touches[0].clientX - box.left, event.touches[0].clientY - box.top];
+    pointedAt = this;
+    if (left >= 0 && left <= box.width) this.plot.setCursor({ left, top });
+  }
+
   click(event) {
     if (Math.abs(event.clientX - this.downAt) > 3 || Number.isNaN(this.downAt)) return;
     if (this.pointed) openRun(this.pointed);
@@ -297,7 +328,7 @@ export class Chart {
   /** Show values at the cursor here, and the cursor in all other charts. */
   point(plot) {
     const { left, top } = plot.cursor;
-    if (this.isFollowing) return;
+    if (pointedAt !== this) return;
     if (left == null || left < 0) return;
     const x = plot.posToVal(left, "x");
     const rows = this.valuesAt(x);
@@ -309,7 +340,7 @@ export class Chart {
     if ((best?.run ?? "") !== (this.pointed ?? "")) {
       this.pointed = best?.run ?? "";
       plot.over.classList.toggle("on-line", Boolean(this.pointed));
-      redraw();
+      redraw(this);
     }
     const scale = devicePixelRatio || 1;
     const near = top < 22 || this.places.some((one) => one.mark.kind === "resume")
@@ -320,9 +351,7 @@ export class Chart {
   }
 
   follow(x) {
-    this.isFollowing = true;
     this.plot.setCursor({ left: this.plot.valToPos(x, "x"), top: -10 });
-    this.isFollowing = false;
     const rows = this.valuesAt(x).slice(0, 4);
     fill(this.readout, rows.map((one) => h("span", { style: { color: one.line.color } }, num(one.shown))));
   }
@@ -343,18 +372,19 @@ export class Chart {
 }
 
 function leave() {
+  pointedAt = null;
   hideTip();
   for (const one of charts) {
     fill(one.readout);
     if (one.pointed) {
       one.pointed = "";
-      redraw();
+      redraw(one);
     }
-    one.isFollowing = true;
     if (one.plot) one.plot.setCursor({ left: -10, top: -10 });
-    one.isFollowing = false;
   }
 }
+
+const LOG = { splits: (plot, i, low, high) => logTicks(low, high, i ? 6 : 8), filter: (plot, at) => at };
 
 /** Return short labels of ticks that differ from each other. */
 function labels(ticks) {

@@ -42,6 +42,8 @@ function sectionOf(base) {
   return SPEED.test(base) ? "Speed" : RATES.test(base) ? "Optimization" : "Metrics";
 }
 
+const splits = () => h("span", { class: "splits" }, h("i", { class: "key" }), "train", h("i", { class: "key dashed" }), "val");
+
 const ORDER = ["loss", "accuracy", "perplexity", "f1"];
 const rank = (base) => (ORDER.indexOf(base) + 1 || 99);
 
@@ -108,7 +110,7 @@ export function curvesPage() {
     for (const [base, metrics] of found) {
       const name = sectionOf(base);
       if (!name || (view.filter && !base.toLowerCase().includes(view.filter.toLowerCase()))) continue;
-      sections.get(name).push({ id: base, title: base, sources: () => sourcesOf(metrics) });
+      sections.get(name).push({ id: base, title: base, sources: () => sourcesOf(metrics), note: () => (new Set(metrics.map((one) => one.split)).size > 1 ? splits() : null) });
     }
     return [...sections].filter(([, charts]) => charts.length)
       .map(([name, charts]) => ({ name, charts: charts.sort((a, b) => rank(a.id) - rank(b.id) || a.id.localeCompare(b.id)) }));

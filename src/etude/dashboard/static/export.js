@@ -113,13 +113,21 @@ class SvgContext {
 const at = (value) => (Number.isFinite(value) ? Math.round(value * 100) / 100 : 0);
 const safe = (text) => String(text).replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]/g, "�").replace(/[&<>"]/g, (one) => `&#${one.charCodeAt(0)};`);
 
-function ticks(low, high, isLog, most) {
-  if (isLog) {
-    const [from, to] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
-    const every = Math.max(1, Math.ceil((to - from + 1) / most));
-    const powers = Array.from({ length: Math.max(0, to - from + 1) }, (_, i) => 10 ** (from + i)).filter((_, i) => i % every === 0);
-    if (powers.length > 1) return powers;
-  }
+/** Return ticks of a logarithmic axis: powers of ten, with 2 and 5 between them where there is room. */
+export function logTicks(low, high, most) {
+  const [from, to] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const powers = Array.from({ length: to - from + 1 }, (_, i) => +`1e${from + i}`);
+  const isIn = (one) => one >= low * 0.9999 && one <= high * 1.0001;
+  const all = powers.flatMap((one) => [one, 2 * one, 5 * one]).filter(isIn);
+  if (all.length <= 2) return linearTicks(low, high, most);
+  if (all.length <= most + 2) return all;
+  const every = Math.max(1, Math.ceil(powers.filter(isIn).length / most));
+  return powers.filter((one, i) => isIn(one) && i % every === 0);
+}
+
+const ticks = (low, high, isLog, most) => (isLog ? logTicks : linearTicks)(low, high, most);
+
+function linearTicks(low, high, most) {
   const rough = (high - low) / most;
   const size = 10 ** Math.floor(Math.log10(rough));
   const step = size * [1, 2, 5, 10].find((one) => one * size >= rough);

@@ -1,13 +1,14 @@
 // Keys for those who do not like mice.
 
 import { h } from "./dom.js";
+import { scroll } from "./chart.js";
 import { step } from "./runs.js";
 import { openRun, set, toggle, view } from "./state.js";
 
 const WORDS = [
   [["j", "↓"], "next run"], [["k", "↑"], "previous run"], [["space"], "show or hide it"], [["enter"], "open it"], [["/"], "search runs"],
   [["1", "…", "8"], "views"], [["["], "list of runs"], [["l"], "logarithmic x axis"], [["e"], "events on the curves"], [["s"], "smoothing on or off"], [["r"], "show everything again"], [["t"], "dark or light"],
-  [["drag"], "zoom into a range"], [["shift", "drag"], "move the range"], [["double click"], "show everything"], [["click on a line"], "open its run"], [["?"], "this help"],
+  [["←", "→"], "move the range of all charts"], [["+", "−"], "zoom"], [["drag"], "zoom into a range"], [["shift", "drag"], "move the range"], [["ctrl", "wheel"], "zoom at the cursor"], [["double click"], "show everything"], [["click on a line"], "open its run"], [["?"], "this help"],
 ];
 let dialog;
 
@@ -30,6 +31,7 @@ const ACTIONS = {
     requestAnimationFrame(() => document.getElementById("search").focus());
   },
   "[": () => set({ side: !view.side }),
+  ArrowLeft: () => scroll(-0.2, 1), ArrowRight: () => scroll(0.2, 1), "+": () => scroll(0, 0.6), "-": () => scroll(0, 1 / 0.6),
   l: () => set({ logx: !view.logx }), e: () => set({ events: !view.events }), r: () => set({ zoom: null }, { push: true }),
   s: () => set({ smooth: view.smooth ? 0 : 0.6 }), t: () => globalThis.switchTheme(), "?": help,
 };

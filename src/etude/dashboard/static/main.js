@@ -18,7 +18,10 @@ const by = (id) => document.getElementById(id);
 const PAGES = { curves: curvesPage(), table: new RunTable(), ...pages };
 const TABS = [["list", "Runs", "only-phone"], ["curves", "Curves"], ["table", "Table"], ["tasks", "Tasks"], ["layers", "Layers"], ["media", "Samples"], ["run", "Run"], ["diff", "Compare"], ["alerts", "Alerts"]];
 
+const folderName = () => data.root.split("/").filter(Boolean).at(-1) ?? data.root;
+
 function drawTabs() {
+  document.title = `${data.fired ? `(${data.fired}) ` : ""}${folderName()} · Etude`;
   const before = document.activeElement?.dataset?.tab;
   fill(by("tabs"), TABS.filter(([tab]) => PAGES[tab]?.isUseful?.() ?? true).map(([tab, label, kind]) => h("button", {
     type: "button", role: "tab", class: kind ?? "", dataset: { tab }, "aria-selected": String(view.tab === tab), tabindex: view.tab === tab ? "0" : "-1",
@@ -127,10 +130,8 @@ async function loadRuns() {
   data.runs = new Map(found.runs.map((run) => [run.id, run]));
   data.loaded = true;
   if (view.runs == null) view.runs = firstChoice();
-  const name = found.root.split("/").filter(Boolean).at(-1) ?? found.root;
-  fill(by("root"), name);
+  fill(by("root"), folderName());
   by("root").title = found.root;
-  document.title = `${name} · Etude`;
   emit("runs");
 }
 
@@ -157,10 +158,7 @@ function later(...parts) {
 function bind() {
   const isOnlyDrawn = new Set(["zoom", "smooth", "logx", "logy", "outliers", "events"]);
   on("view", (changed) => {
-    if (changed.has("x")) {
-      setUnit(view.x);
-      view.zoom = null;
-    }
+    if (changed.has("x")) setUnit(view.x);
     if ([...changed].every((key) => isOnlyDrawn.has(key))) {
       if (changed.has("zoom")) refreshSoon();
       later("bar");
@@ -178,6 +176,7 @@ function bind() {
       const before = data.runs.get(run.id);
       data.runs.set(run.id, { ...before, ...run });
       if (!before) toast(`New run: ${run.name}`);
+      if (!before && data.runs.size === 1 && !view.runs?.length) set({ runs: [run.id] });
       if (JSON.stringify(before?.names) !== JSON.stringify(run.names)) later("page", "tabs");
     }
     later("runs", "strip");

@@ -33,16 +33,24 @@ export function forget(id) {
   if (details.has(id)) details.get(id).isStale = true;
 }
 
+const placed = new Map();
 /** Return marks of one run: {phases, ticks}, both in order. */
 export function marksOf(id) {
   const run = data.runs.get(id);
   const found = detail(id);
   if (!run || !found?.events) return { phases: [], ticks: [] };
-  const place = placer(run, found.events);
+  const rates = curve(id, "train", "lr").full;
+  const key = `${view.x} ${found.events.length} ${run.step} ${rates?.x.length} ${rates?.version}`;
+  if (placed.get(id)?.key !== key) placed.set(id, { key, ...place(run, found) });
+  return placed.get(id);
+}
+
+function place(run, found) {
+  const at = placer(run, found.events);
   const phases = [];
   const ticks = rateChanges(run);
   for (const event of found.events) {
-    const x = place(event);
+    const x = at(event);
     if (x == null || !Number.isFinite(x)) continue;
     if (event.kind === "phase") {
       if (phases.length) phases.at(-1).end = x;

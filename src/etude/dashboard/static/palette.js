@@ -19,9 +19,12 @@ export function colorOf(number) {
   return tier === 0 ? base : tier === 1 ? mixed(base, 0.42, "#ffffff") : mixed(base, 0.35, "#000000");
 }
 
+const known = new Map();
 /** Return a colour of the page, by the name of its CSS variable. */
 export function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const key = `${name} ${document.documentElement.dataset.theme}`;
+  if (!known.has(key)) known.set(key, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return known.get(key);
 }
 
 const RAMP = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"]; // viridis

@@ -4,7 +4,7 @@
 // points come from the stream and are appended; nothing is fetched twice.
 
 import { cursors, get } from "./api.js";
-import { data, emit, on, view } from "./state.js";
+import { data, emit, on } from "./state.js";
 
 const MOST = 6000; // points of a set, after which neighbours are joined
 const KEPT = 400; // records of a run that are kept for curves still on their way
@@ -220,6 +220,3 @@ on("sse-restart", ({ run }) => {
   emit("refetch");
 });
 
-on("view", (changed) => {
-  if (changed.has("x")) setUnit(view.x);
-});

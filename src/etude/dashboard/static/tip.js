@@ -41,7 +41,7 @@ function row({ line, value, smooth, min, max }, pointed) {
   const name = line.label ?? data.runs.get(line.run)?.name ?? line.run;
   const spread = min != null && max > min ? `${num(min, 3)} … ${num(max, 3)}` : "";
   return h("tr", { class: pointed && line.run === pointed ? "is-pointed" : "" },
-    h("td", {}, h("i", { class: line.dash ? "key dashed" : "key", style: { "border-color": line.color } })),
+    h("td", {}, h("i", { class: line.dash ? "key dashed" : "key", style: { color: line.color } })),
     h("td", { class: "name" }, name, line.count > 1 ? ` (${line.count})` : "", h("small", {}, line.split === "train" ? "" : ` ${line.split}`)),
     h("td", { class: "n" }, num(smooth ?? value)),
     h("td", { class: "n faint" }, smooth == null ? spread : num(value)));
