@@ -18,6 +18,7 @@ BENCHMARKS = {
     "loader": ("--rounds=1", "--samples=2000"),
     "token_loader": (),
     "csv_loading": (),
+    "dashboard": (),
     "optim": ("--rounds=2",),
     "metrics": (),
     "gradient_monitor": (),

@@ -135,7 +135,7 @@ class Server:
     def end(self) -> None:
         """End the process."""
         self.process.terminate()
-        self.process.wait()
+        self.process.communicate()
 
 
 def opening(root: Path, runs: int) -> Table:
@@ -161,12 +161,12 @@ def opening(root: Path, runs: int) -> Table:
     table.rows.append(server.row(f"all {runs} runs × loss, sampled", "series", **everything))
     table.rows.append(server.until_exact("  until they are exact", **everything))
     table.rows.append(server.row("  again", "series", **everything))
-    table.rows.append(requests_per_second(server, keys))
+    table.rows.append(requests_per_second(server, keys, seconds=4.0 if runs == RUNS else 0.2))
     server.end()
     return table
 
 
-def requests_per_second(server: Server, keys: list[str], seconds: float = 4.0) -> Row:
+def requests_per_second(server: Server, keys: list[str], seconds: float) -> Row:
     """Return how many small requests are answered, over four connections that stay open."""
     counts, end = [0] * 4, time.perf_counter() + seconds
     paths = [f"/api/series?run={key}&name=loss&pixels=400" for key in keys[:SHOWN]]
@@ -210,7 +210,7 @@ def long_run(root: Path, points: int) -> Table:
     return table
 
 
-def news(root: Path) -> Table:
+def news(root: Path, records: int) -> Table:
     """Return how long a new record takes to an open stream."""
     server, delays = Server(root), []
     path = root / "run000" / "metrics.jsonl"
@@ -219,7 +219,7 @@ def news(root: Path) -> Table:
     stream = connection.getresponse()
     while b"event: runs" not in stream.readline():
         pass
-    for step in range(20):
+    for step in range(records):
         time.sleep(0.05 * (step % 7))
         begin = time.perf_counter()
         with path.open("a") as file:
@@ -227,6 +227,7 @@ def news(root: Path) -> Table:
         while b"event: points" not in stream.readline():
             pass
         delays.append(time.perf_counter() - begin)
+    stream.close()
     connection.close()
     server.end()
     row = {"records": len(delays), "median s": sorted(delays)[len(delays) // 2], "largest s": max(delays)}
@@ -247,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for number in range(runs):
             progress(f"writing run {number + 1} of {runs}")
             make_run(folder / "many" / f"run{number:03d}", texts[number % len(texts)])
-        tables = [opening(folder / "many", runs), news(folder / "many")]
+        tables = [opening(folder / "many", runs), news(folder / "many", 3 if options.quick else 20)]
         shutil.rmtree(folder / "many")
         write_long(folder / "one" / "long", longest)
         tables.append(long_run(folder / "one", longest))

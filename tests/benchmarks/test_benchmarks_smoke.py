@@ -18,6 +18,7 @@ import torch
 from benchmarks import (
     counters,
     csv_loading,
+    dashboard,
     meaningful,
     multi_task,
     overhead,
@@ -73,7 +74,7 @@ def tables(name, file, printed, peers=()):
     assert report["environment"]["versions"]["torch"].startswith("2.")
     for one in report["tables"]:
         assert one["title"] in printed
-        assert all(next(iter(row.values())) in printed for row in one["rows"])
+        assert all(str(next(iter(row.values()))) in printed for row in one["rows"])
     absent = {
         next(iter(row.values())): row for one in report["tables"] for row in one["rows"] if table.NOT_RUN in row
     }
@@ -125,6 +126,13 @@ def test_startup(run_in_forks):
     assert {row["command"] for row in commands} >= {"import torch", "import etude", "etude --help"}
     assert all(row["s"] > 0 for row in commands)
     assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
+
+
+def test_dashboard(tmp_path, capfd):
+    dashboard.main(["--quick", "--json", str(tmp_path / "out.json")])
+    opening, news, long = tables("dashboard", tmp_path / "out.json", capfd.readouterr().out)
+    assert all(row["s"] > 0 for row in (*opening[:-1], *long))
+    assert 0 < news[0]["median s"] < 1
 
 
 def test_csv_loading(run_in_forks):

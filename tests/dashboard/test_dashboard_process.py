@@ -120,6 +120,12 @@ def test_other_addresses_need_the_token(serve, root):
     assert "location: //" not in answer.lower()
 
 
+def test_a_token_on_a_machine_of_several_people(serve, root):
+    served = serve(root, "--port", "0", "--token")
+    assert served.ask("/api/runs")[0] == 403
+    assert served.ask("/api/runs", Authorization=f"Bearer {served.token}")[0] == 200
+
+
 def test_a_new_record_arrives_within_a_second(serve, tmp_path):
     folder = make_run(tmp_path / "runs" / "live", [train(1, loss=1.0)], state=None)
     served = serve(tmp_path / "runs", "--port", "0")

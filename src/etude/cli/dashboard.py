@@ -18,6 +18,9 @@ def dashboard(
         int | None, typer.Option(min=0, max=65535, help="Port [default: the first free one from 8484 on].")
     ] = None,
     webhook: Annotated[str | None, typer.Option(metavar="URL", help="Where alerts are sent, as JSON.")] = None,
+    token: Annotated[
+        bool, typer.Option("--token", help="Ask for a token on this machine too, which others may use.")
+    ] = False,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open the page in a browser.")] = False,
 ) -> None:
     """Show runs in a local web page, also while they train."""
@@ -30,4 +33,5 @@ def dashboard(
             raise
         raise ConfigError(f"the dashboard needs {error.name}: pip install 'etude[dashboard]'") from None
     say = partial(print, flush=True)
-    serve(runs_dir, host=host, port=port, open_page=not no_open, webhook=webhook, say=say)
+    open_page = not no_open
+    serve(runs_dir, host=host, port=port, open_page=open_page, webhook=webhook, needs_token=token, say=say)

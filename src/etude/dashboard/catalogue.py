@@ -27,7 +27,7 @@ from etude.monitor.reading import (
 )
 
 _HEAD_BYTES = 1 << 15
-_TAIL_BYTES = 1 << 15
+_TAIL_BYTES = 1 << 16
 _MOST_FILE_BYTES = 16 << 20
 """Size of a config, result or environment above which a run is not read."""
 _MOST_NODES = 20_000
@@ -99,9 +99,10 @@ class Run:
 
     def _read(self, signature: Signature) -> dict[str, Any]:
         self._monitor = self._monitor or Monitor(self.path)
-        status = self._monitor.read()
+        records = parse(ends_of(self.path / METRICS))
+        status = self._monitor.read(records)
         facts = self.read_facts()
-        self._read_names()
+        self._add_names(records)
         state = {name: value for name, value in asdict(status).items() if name != "path"}
         return {
             "id": self.key,
@@ -118,17 +119,14 @@ class Run:
             self._config = (signature[0], bounded(read_config(self.path)))
         return self._config[1]
 
-    def _read_names(self) -> None:
-        """Add the names of metrics in the first and last records."""
+    def _add_names(self, records: list[dict[str, Any]]) -> None:
+        """Add the names of metrics in some records."""
         found = {split: dict.fromkeys(names) for split, names in self.names.items()}
-        for record in parse(ends_of(self.path / METRICS, head=not found)):
-            split = record.get("split")
-            if isinstance(split, str):
-                found.setdefault(split, {}).update(
-                    (name, None)
-                    for name, value in record.items()
-                    if name not in PLACE and (value is None or isinstance(value, (int, float)))
-                )
+        forms = {(str(record.get("split")), *record): record for record in records}
+        for (split, *names), record in forms.items():
+            values = {name: record[name] for name in names if name not in PLACE}
+            known = [name for name, one in values.items() if one is None or isinstance(one, (int, float))]
+            found.setdefault(split, {}).update(dict.fromkeys(known))
         self.names = {split: list(names) for split, names in found.items()}
 
 
@@ -215,12 +213,12 @@ def _signatures(run: Path) -> Iterator[Signature | None]:
         yield (facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
-def ends_of(path: Path, *, head: bool = True) -> bytes:
-    """Return whole lines of the end of a file, and of its start if wanted."""
+def ends_of(path: Path) -> bytes:
+    """Return whole lines of the start and the end of a file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            first = file.read(_HEAD_BYTES) if head else b""
+            first = file.read(_HEAD_BYTES)
             start = max(len(first), size - _TAIL_BYTES)
             file.seek(start)
             tail = file.read(_TAIL_BYTES)

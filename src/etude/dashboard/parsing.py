@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from etude.monitor.jsonl import NONFINITE, decode
 STEP, EPOCH, TIME, SAMPLES, TOKENS = range(5)
 """Rows of axes. TIME is in seconds since the first record, without the pauses before a resume."""
 NUM_AXES = 5
+_AXES = ("step", "epoch", "time", "samples", "tokens")
+_TEXTS = frozenset(["split", NONFINITE])
 PLACE = frozenset(["step", "epoch", "split", "time", "phase", NONFINITE])
 """Keys of a record that are not metrics."""
 
@@ -65,32 +68,69 @@ def columns(
     records: Sequence[dict[str, Any]], place: Place, resumes: Sequence[float]
 ) -> tuple[dict[str, Part], Place]:
     """Return the records by split, and where they end; `resumes` are the times at which the run was continued."""
-    steps = _numbers(records, "step")
-    if np.isnan(steps).any():
-        kept = np.flatnonzero(~np.isnan(steps)).tolist()
-        records, steps = [records[index] for index in kept], steps[kept]
-    if not records:
-        return {}, place
-    times = _filled(_numbers(records, "time"), place.time)
-    axes = np.stack(
-        [
-            steps,
-            _filled(_numbers(records, "epoch"), place.axes[EPOCH]),
-            _elapsed(times, place, np.asarray(resumes, float)),
-            _filled(_numbers(records, "samples"), place.axes[SAMPLES]),
-            _filled(_numbers(records, "tokens"), place.axes[TOKENS]),
-        ]
-    )
+    indices = _by_split(records)
+    raw = np.full((NUM_AXES, len(records)), np.nan)
     parts: dict[str, Part] = {}
-    splits = [one if isinstance(one := record.get("split"), str) else "train" for record in records]
-    for split in dict.fromkeys(splits):
-        index = [number for number, one in enumerate(splits) if one == split] if len(set(splits)) > 1 else None
-        some = records if index is None else [records[one] for one in index]
-        names = [name for name in dict.fromkeys(chain.from_iterable(some)) if name not in PLACE]
-        found = {name: column for name in names if not np.isnan(column := _numbers(some, name)).all()}
-        values = np.stack(list(found.values())) if found else np.empty((0, len(some)))
-        parts[split] = Part(axes if index is None else axes[:, index], list(found), values)
-    return parts, Place(float(times[-1]), tuple(axes[:, -1].tolist()))
+    for split, index in indices.items():
+        some = records if len(index) == len(records) else [records[one] for one in index]
+        names, values = _table(some)
+        for row, name in enumerate(_AXES):
+            if name in names:
+                raw[row, index] = values[names.index(name)]
+        own = [row for row, name in enumerate(names) if name not in PLACE]
+        parts[split] = Part(np.empty(0), [names[row] for row in own], values[own])
+    kept = np.isfinite(raw[STEP])
+    if not kept.any():
+        return {}, place
+    times, axes = _places(raw[:, kept], place, np.asarray(resumes, float))
+    raw[:, kept] = axes
+    for split, part in parts.items():
+        own_kept = kept[indices[split]]
+        part.x, part.values = raw[:, indices[split]][:, own_kept], part.values[:, own_kept]
+    return {split: part for split, part in parts.items() if part.x.shape[1]}, Place(
+        times[-1], tuple(axes[:, -1].tolist())
+    )
+
+
+def _by_split(records: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """Return the indices of the records of each split."""
+    splits = [record.get("split") for record in records]
+    try:
+        known = dict.fromkeys(splits)
+    except TypeError:  # a list
+        known = {None: None}
+    if not all(isinstance(split, str) for split in known):
+        splits = [split if isinstance(split, str) else "train" for split in splits]
+    return {
+        split: [number for number, one in enumerate(splits) if one == split]
+        for split in map(str, dict.fromkeys(splits))
+    }
+
+
+def _table(records: Sequence[dict[str, Any]]) -> tuple[list[str], Array]:
+    """Return the names in some records, and their values (names, records); text and other objects are left out."""
+    first = records[0]
+    names = [name for name, one in first.items() if type(one) is float or type(one) is int]
+    is_uniform = len(names) > 1 and sum(map(len, records)) == len(first) * len(records)
+    if is_uniform and len(names) + len(_TEXTS & first.keys()) == len(first):
+        try:
+            values = np.array(list(map(itemgetter(*names), records)), np.float64).T
+            if not np.isnan(values).any():  # null would be NaN as well
+                return names, values
+        except (KeyError, TypeError, ValueError, OverflowError):
+            pass
+    every = [name for name in dict.fromkeys(chain.from_iterable(records)) if name not in _TEXTS]
+    found = {name: column for name in every if not np.isnan(column := _numbers(records, name)).all()}
+    return list(found), np.stack(list(found.values())) if found else np.empty((0, len(records)))
+
+
+def _places(raw: Array, place: Place, resumes: Array) -> tuple[Array, Array]:
+    """Return times and axes of records, in the order of the file: what a record does not say is as before."""
+    times = _filled(raw[TIME], place.time)
+    before = np.array(place.axes)
+    axes = np.stack([_filled(row, old) for row, old in zip(raw, before, strict=True)])
+    axes[TIME] = _elapsed(times, place, resumes)
+    return times, axes
 
 
 def _elapsed(times: Array, place: Place, resumes: Array) -> Array:

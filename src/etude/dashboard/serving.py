@@ -26,12 +26,13 @@ def serve(
     port: int | None = None,
     open_page: bool = True,
     webhook: str | None = None,
+    needs_token: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
     """Serve the runs below a folder until Ctrl-C; raise ConfigError if that is not possible."""
     if not root.is_dir():
         raise ConfigError(f"there is no folder {root}; pass the folder that holds your runs")
-    token = None if is_local(host) else new_token()
+    token = new_token() if needs_token or not is_local(host) else None
     with contextlib.closing(bind(host, port)) as listener:
         shown = socket.gethostname() if host in _EVERYWHERE else f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")

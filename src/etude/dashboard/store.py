@@ -9,7 +9,7 @@ from typing import Any
 
 from etude.dashboard.series import PART_BYTES, Facts, RunSeries
 
-MOST_BYTES = 200 << 20
+MOST_BYTES = 160 << 20
 """Memory for metrics: above it, blocks are merged, then the runs that were not asked for longest are dropped."""
 PATIENCE_S = 0.3
 """Time that a request may take to read files; what is left is sampled, and read in the background."""

@@ -1,6 +1,7 @@
 """The live state of a run, read from its folder by any process, also if the run has died."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ class Monitor:
         self._history = _History()
         self._name = ""
 
-    def read(self) -> RunStatus:
-        """Return the state of the run at this moment."""
+    def read(self, records: Iterable[dict[str, Any]] | None = None) -> RunStatus:
+        """Return the state of the run at this moment; `records` are its last metrics, if they are known."""
         history, beat, result = self._read_events(), read_json(self.path / STATUS), read_json(self.path / RESULT)
         status = RunStatus(self.path, history.name or self._config_name(), "", total_epochs=history.total_epochs)
         status.phase, status.message, status.resumes = history.phase, history.message, history.resumes
@@ -102,7 +103,7 @@ class Monitor:
         }
         status.monitor, status.mode = judged.get("monitor") or history.monitor, judged.get("mode") or history.mode
         status.best, status.last = judged.get("best"), judged.get("last")
-        self._add_metrics(status)
+        _add_metrics(status, last_records(self.path / METRICS) if records is None else records)
         if status.state == "running":
             status.activity, status.steps_per_s = beat.get("activity", ""), beat.get("steps_per_s")
             if status.steps_per_s and status.total_steps:
@@ -130,16 +131,18 @@ class Monitor:
             if not records:
                 return self._history
 
-    def _add_metrics(self, status: RunStatus) -> None:
-        for record in last_records(self.path / METRICS):
-            status.step = max(status.step, record.get("step") or 0)
-            values = {name: one for name, one in record.items() if isinstance(one, (int, float)) and one is not True}
-            status.metrics |= {name: one for name, one in values.items() if name not in ("step", "epoch", "time")}
-
     def _config_name(self) -> str:
         if not self._name:
             self._name = str(read_config(self.path).get("name") or self.path.name)
         return self._name
+
+
+def _add_metrics(status: RunStatus, records: Iterable[dict[str, Any]]) -> None:
+    latest: dict[str, Any] = {}
+    for record in records:
+        status.step = max(status.step, record.get("step") or 0)
+        latest |= {name: one for name, one in record.items() if isinstance(one, (int, float)) and one is not True}
+    status.metrics = {name: one for name, one in latest.items() if name not in ("step", "epoch", "time")}
 
 
 @dataclass(slots=True)
