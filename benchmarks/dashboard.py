@@ -6,6 +6,7 @@ python -m benchmarks.dashboard [--quick] [--json FILE] [--folder FOLDER]
 import argparse
 import http.client
 import json
+import os
 import random
 import re
 import shutil
@@ -120,8 +121,9 @@ class Server:
         """Return the time until series are no longer sampled."""
         progress(what)
         cpu, begin = sum(self.facts.cpu_times()[:2]), time.perf_counter()
-        while b'"exact":false' in (body := self.get("series", **query)):
-            time.sleep(0.5)
+        while b'"exact":false' in self.get("series", **query | {"pixels": 1}):
+            time.sleep(1.0)
+        body = self.get("series", **query)
         used = sum(self.facts.cpu_times()[:2]) - cpu
         seconds = time.perf_counter() - begin
         return {
@@ -147,7 +149,8 @@ def opening(root: Path, runs: int) -> Table:
         f"Opening {runs} runs of {POINTS if runs == RUNS else QUICK_POINTS:,} log points.",
         {"request": "", "s": ".2f", "CPU s": ".2f", "answer kB": ",.0f", "peak MB": ",.0f"},
         "One server process, asked once for each row, in this order; the files are in the page cache. CPU s is the "
-        "time of the server's threads, of the reader in the background too; peak MB its largest memory so far.",
+        "time of the server's threads, of the reader in the background too; peak MB its largest memory so far. "
+        f"Before, {os.getloadavg()[0]:.1f} processes of others were running on {os.cpu_count()} cores.",
     )
     table.rows.append({"request": "start of the process", "s": server.started_s})
     table.rows.append(server.row("/api/runs, first", "runs"))

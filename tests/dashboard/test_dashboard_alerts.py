@@ -68,6 +68,10 @@ def test_an_alert_is_given_once_until_it_no_longer_holds(tmp_path):
     assert log(3.0, 4.0) == 1
     assert log(5.0) == 1
     assert log(1.0, 3.0, 1.0) == 2  # a spike between two looks
+    write(tmp_path / "new", [train(1, loss=3.0), train(2, loss=1.0)])
+    (tmp_path / "new").replace(folder / "metrics.jsonl")  # a resume keeps records of before
+    assert log() == 2
+    assert log(3.0) == 3
     assert fired[0]["run"] == "a"
     assert "loss > 2" in fired[0]["message"]
 

@@ -114,6 +114,8 @@ def test_pipes_and_links_are_not_opened(client, tmp_path):
             == "cannot be read: metrics.jsonl is not a regular file"
         )
         assert "not a regular file" in inside.get("/api/series?run=pipe&name=loss").json()["error"]
+        subscribed = inside.app.state.dashboard.subscribe(["pipe", "link2", "nothing", "link"], ["0", "x"])
+        assert [one.run.key for one in subscribed] == ["link2"]
     assert found == {
         "pipe": "unreadable", "pipe2": "unreadable", "pipe3": "unreadable", "pipe4": "finished",
         "link": "unreadable", "link2": "finished",
@@ -199,4 +201,10 @@ def test_the_stream_tells_of_a_resume_and_of_new_and_removed_runs(tmp_path):
     assert (kind, data["records"]) == ("points", [train(4, loss=3.0)])
     # a cursor of a longer file that is gone
     assert Subscription(board.catalogue.get("a"), board.store, 10**9).poll() == [("restart", {"run": "a"})]
+    # a file that was replaced by one as long, between the series and the stream
+    board._read([board.catalogue.get("a")])
+    cursor = (folder / "metrics.jsonl").stat().st_size
+    write(shorter, [train(step, loss=9.0) for step in range(9)])
+    shorter.replace(folder / "metrics.jsonl")
+    assert Subscription(board.catalogue.get("a"), board.store, cursor).poll() == [("restart", {"run": "a"})]
     board.store.close()

@@ -64,9 +64,10 @@ class Rule:
         limit = self.factor
         if self.of_best:
             best = run.get("best")
-            if run.get("monitor") != self.name or not best or not isinstance(best.get("value"), (int, float)):
+            value_of_best = best.get("value") if isinstance(best, dict) else None
+            if run.get("monitor") != self.name or not isinstance(value_of_best, (int, float)):
                 return None
-            limit *= best["value"]
+            limit *= value_of_best
         return _OPERATORS[self.operator](value, limit)
 
     def holds_now(self, run: dict[str, Any], now: float) -> bool | None:
@@ -75,7 +76,7 @@ class Rule:
             return bool(run["state"] == self.state)
         if self.seconds:
             last = run.get("last_step_time")
-            return run["state"] == "running" and last is not None and now - last > self.seconds
+            return run["state"] == "running" and isinstance(last, (int, float)) and now - last > self.seconds
         return None
 
 
@@ -234,4 +235,8 @@ class Alerts:
                 latest |= record
             return [latest]
         tail.is_live = is_live
-        return parse(tail.read())
+        lines = tail.read()
+        if tail.is_replaced:  # by a resume: these are records of before
+            tail.to_end()
+            return []
+        return parse(lines)

@@ -80,6 +80,11 @@ class RunSeries:
         return self._restarts
 
     @property
+    def file(self) -> tuple[int, int] | None:
+        """Device and inode of the file that was read."""
+        return self._follower.file
+
+    @property
     def num_bytes(self) -> int:
         """Memory in use."""
         groups = [self.splits, self._sample[1] if self._sample else {}, self._zoom.splits if self._zoom else {}]

@@ -152,17 +152,19 @@ class Dashboard:
         """Return what differs between runs."""
         return differences(self.find_all(request))
 
+    def subscribe(self, keys: list[str], after: list[str]) -> list[Subscription]:
+        """Return what follows some runs, each after a place in its file; runs that are gone are left out."""
+        offsets = [int(one) if one.isdecimal() and len(one) < 19 else None for one in after]
+        offsets += [None] * (len(keys) - len(offsets))
+        runs = [(self.catalogue.get(key), offset) for key, offset in zip(keys, offsets, strict=False)]
+        return [
+            Subscription(run, self.store, offset) for run, offset in runs if run is not None and not run.problem()
+        ]
+
     async def stream(self, request: Request) -> Response:
         """Send what is new."""
         keys, after = request.query_params.getlist("run"), request.query_params.getlist("after")
-
-        def subscriptions() -> list[Subscription]:
-            offsets = [int(one) if one.isdecimal() and len(one) < 19 else None for one in after]
-            offsets += [None] * (len(keys) - len(offsets))
-            runs = [(self.catalogue.get(key), offset) for key, offset in zip(keys, offsets, strict=False)]
-            return [Subscription(run, self.store, offset) for run, offset in runs if run is not None]
-
-        events = stream(self.hub, subscriptions, lambda: self.is_over())
+        events = stream(self.hub, lambda: self.subscribe(keys, after), lambda: self.is_over())
         return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def tags(self, request: Request) -> Any:
@@ -224,9 +226,15 @@ class Dashboard:
             await asyncio.to_thread(self.store.close)
 
     async def _watch(self) -> None:
+        has_failed = False
         while True:
             if self.hub.is_watched or self.alerts.rules:
-                await asyncio.to_thread(self.watch.poll)
+                try:
+                    await asyncio.to_thread(self.watch.poll)
+                except Exception:
+                    if not has_failed:  # pages would no longer be told of anything
+                        logger.exception("watching the runs failed; it is tried again")
+                    has_failed = True
             await asyncio.sleep(WATCH_S)
 
 

@@ -65,8 +65,13 @@ class Subscription:
         self.run, self._store = run, store
         self._metrics = Tail(run.path / METRICS, after)
         self._others = {"event": Tail(run.path / EVENTS), "media": Tail(run.path / MEDIA)}
-        size = size_of(run.path / METRICS)
-        self._is_stale = after is not None and (after > size or size - after > MOST_BEHIND)
+        self._is_stale = after is not None and self._is_other(after)
+
+    def _is_other(self, after: int) -> bool:
+        """Whether the page has series of a file that was replaced since then, or is far behind."""
+        size, series = size_of(self._metrics.path), self._store.known(self.run.key)
+        was_replaced = series is not None and series.file is not None and series.file != self._metrics.file
+        return was_replaced or after > size or size - after > MOST_BEHIND
 
     def poll(self) -> list[Message]:
         """Return what is new."""

@@ -47,6 +47,11 @@ class Tail:
         self._follower.offset = last_line_end(self.path)
 
     @property
+    def file(self) -> tuple[int, int] | None:
+        """Device and inode of the file."""
+        return self._follower.file
+
+    @property
     def is_replaced(self) -> bool:
         """Whether the file was replaced since the last call."""
         was, self._restarts = self._restarts, self._follower.restarts

@@ -70,7 +70,8 @@ class Follower:
         self.offset = 0
         """Bytes read so far, up to the end of a line."""
         self.restarts = 0
-        self._file: tuple[int, int] | None = None
+        self.file: tuple[int, int] | None = None
+        """Device and inode of what was read."""
         self._in_long_line = False
 
     def lines(self, most_bytes: int = MOST_BYTES) -> bytes:
@@ -78,11 +79,11 @@ class Follower:
         try:
             with self.path.open("rb") as file:
                 facts = os.fstat(file.fileno())
-                if self._file is not None and (
-                    (facts.st_dev, facts.st_ino) != self._file or facts.st_size < self.offset
+                if self.file is not None and (
+                    (facts.st_dev, facts.st_ino) != self.file or facts.st_size < self.offset
                 ):
                     self.offset, self.restarts, self._in_long_line = 0, self.restarts + 1, False
-                self._file = (facts.st_dev, facts.st_ino)
+                self.file = (facts.st_dev, facts.st_ino)
                 file.seek(self.offset)
                 if self._in_long_line and not self._skip_line(file):
                     return b""
