@@ -60,7 +60,8 @@ def plot(page: Any, name: str = "loss") -> Any:
 
 def hover(page: Any, over: Any, share: float, top: float = 0.5) -> str:
     """Move the mouse to a place and return the tooltip."""
-    box = over.bounding_box()
+    while (box := over.bounding_box()) is None:  # it is being made again, as for another axis
+        over.wait_for()
     page.mouse.move(box["x"] + share * box["width"], box["y"] + top * box["height"])
     tip = page.locator(".tip.is-open")
     expect(tip).to_be_visible()

@@ -119,6 +119,23 @@ def test_axes_smoothing_and_marks(page, server, root):
         hover_until(page, "loss", 0.999, f"{x} {last}")
 
 
+def test_marks_are_at_their_steps_on_every_axis(page, server):
+    for x, place in (("samples", r"1[56],\d"), ("time", "4 min")):
+        open_at(page, server, "several/tasks", x=x)
+        plot(page)
+        share = (250 - 1) / 399
+        box = plot(page).bounding_box()
+        for _ in range(100):  # marks come a moment after the curves
+            page.mouse.move(box["x"] + (share + 0.1) * box["width"], box["y"] + 3)
+            page.mouse.move(box["x"] + share * box["width"], box["y"] + 3)
+            if "the gradient vanishes" in page.locator(".tip").inner_text():
+                break
+        tip = page.locator(".tip").inner_text()
+        assert "the gradient vanishes" in tip
+        assert re.search(place, tip.splitlines()[0])
+        page.goto("about:blank")
+
+
 def test_the_address_is_the_whole_view(page, server, browser):
     open_at(page, server, "sweep/rate0.3-seed0", "not/finite")
     plot(page)

@@ -188,6 +188,17 @@ def test_long_files_are_sampled_first_and_exact_later(tmp_path, monkeypatch):
     assert max(second["max"]) == 1.0  # the spike that a sample may miss
 
 
+def test_a_ruler_places_steps_on_other_axes(tmp_path):
+    records = [train(step, START + 2 * step, samples=step * 16, loss=1.0) for step in range(1, 3001)]
+    series = opened(make_run(tmp_path / "run", records, steps_per_epoch=100))
+    for axis, place in {"samples": 16, "time": 2, "epoch": 0.01}.items():
+        ruler = series.ruler(axis)
+        assert len(ruler["steps"]) == 1000
+        first = 2 if axis == "time" else 0  # time begins with the first record
+        assert ruler["x"].tolist() == pytest.approx([place * step - first for step in ruler["steps"].tolist()])
+    assert series.ruler("tokens")["x"].tolist() == []
+
+
 def test_memory_of_many_runs_is_limited(tmp_path):
     store = Store(most_bytes=3_000_000)
     try:

@@ -146,6 +146,11 @@ class Blocks:
         self._size = half
         self.per_block *= 2
 
+    @property
+    def places(self) -> Array:
+        """Where the blocks end, on every axis."""
+        return np.concatenate([self._x[:, : self._size], self._rest_x[:, -1:]], axis=1)
+
     def points(self, name: str) -> Points:
         """Return the points of a metric; `x` has a row for each axis. Empty if there is no such metric."""
         row = self._rows.get(name)

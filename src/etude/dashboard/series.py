@@ -184,6 +184,16 @@ class RunSeries:
         with self.lock:
             return self._points(self._known, split, name, axis)
 
+    def ruler(self, axis: str, most: int = 1000) -> dict[str, Array]:
+        """Return where steps are on an axis, at most `most` of them: events have steps only."""
+        with self.lock:
+            split = max(self._known.values(), key=lambda one: one.places.shape[1], default=Blocks(NUM_AXES))
+            x = split.places
+            kept = np.unique(np.linspace(0, max(0, x.shape[1] - 1), min(most, x.shape[1])).astype(int))
+            places = self._axis(x, axis)[kept]
+            is_known = np.isfinite(places)
+            return {"steps": x[STEP][kept][is_known], "x": places[is_known]}
+
     def elapsed(self, time: float) -> float:
         """Return the place on the time axis of a record that is newer than the last resume."""
         with self.lock:

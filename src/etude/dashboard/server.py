@@ -102,6 +102,11 @@ class Dashboard:
         ]
         return {"series": found}
 
+    def ruler(self, request: Request) -> Any:
+        """Return where steps are on another axis."""
+        ((_, series),) = self._read([self.find(request)])
+        return series.ruler(query.axis(request))
+
     def heatmap(self, request: Request) -> Any:
         """Return all metrics with a prefix, as rows."""
         given = request.query_params
@@ -252,6 +257,7 @@ def make_app(
         Route("/api/run", _json(board.run)),
         Route("/api/series", _json(board.series)),
         Route("/api/diff", _json(board.diff)),
+        Route("/api/ruler", _json(board.ruler)),
         Route("/api/heatmap", _json(board.heatmap)),
         Route("/api/media", _json(board.media)),
         Route("/api/picture", board.picture),

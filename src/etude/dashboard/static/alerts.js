@@ -48,6 +48,7 @@ export function alertsPage() {
     emit("alerts");
   });
   on("runs", () => data.rules ?? load());
+  on("reconnected", load);
   return {
     element,
     draw() {

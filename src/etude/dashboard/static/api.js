@@ -31,10 +31,29 @@ export function listen() {
   opening = setTimeout(open, 60);
 }
 
+const HIDDEN_MS = 300_000;
+let hidden = 0;
+let isResting = false;
+// A browser has six connections to a server: pages that nobody looks at give theirs back.
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(hidden);
+  if (document.hidden) {
+    hidden = setTimeout(() => {
+      isResting = true;
+      source?.close();
+      source = null;
+    }, HIDDEN_MS);
+  } else if (isResting) {
+    isResting = false;
+    open(true);
+    emit("reconnected");
+  }
+});
+
 function open(again = false) {
   const runs = (view.runs ?? []).filter((id) => data.runs.has(id));
   const wanted = runs.join("\n");
-  if (source && wanted === listened && !again) return;
+  if (isResting || (source && wanted === listened && !again)) return;
   clearTimeout(timer);
   source?.close();
   listened = wanted;

@@ -26,13 +26,14 @@ const OWN = {
 
 /** Return a property, config value or last metric of a run. */
 export function valueOf(run, key) {
-  if (key in OWN) return OWN[key](run);
-  return run.config?.[key] ?? run.metrics?.[key] ?? null;
+  if (Object.hasOwn(OWN, key)) return OWN[key](run);
+  const has = [run.config, run.metrics].find((one) => one && Object.hasOwn(one, key));
+  return has?.[key] ?? null;
 }
 
 /** Return the config key that somebody means: whole, or its last part. */
 function keyOf(run, typed) {
-  if (typed in OWN || typed in (run.config ?? {})) return typed;
+  if (Object.hasOwn(OWN, typed) || Object.hasOwn(run.config ?? {}, typed)) return typed;
   return Object.keys(run.config ?? {}).find((key) => key.endsWith(`.${typed}`)) ?? typed;
 }
 

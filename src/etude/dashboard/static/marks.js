@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { num } from "./format.js";
-import { curve } from "./series.js";
+import { curve, indexAt } from "./series.js";
 import { data, emit, on, view } from "./state.js";
 
 const KINDS = new Set(["checkpoint", "resume", "warning", "recovery", "unfreeze"]);
@@ -40,13 +40,35 @@ export function marksOf(id) {
   const found = detail(id);
   if (!run || !found?.events) return { phases: [], ticks: [] };
   const rates = curve(id, "train", "lr").full;
-  const key = `${view.x} ${found.events.length} ${run.step} ${rates?.x.length} ${rates?.version}`;
-  if (placed.get(id)?.key !== key) placed.set(id, { key, ...place(run, found) });
+  const ruler = view.x === "step" ? null : rulerOf(run);
+  const key = `${view.x} ${found.events.length} ${ruler?.x.length} ${ruler?.x.at(-1)} ${rates?.x.length} ${rates?.version}`;
+  if (placed.get(id)?.key !== key) placed.set(id, { key, ...place(run, found, ruler) });
   return placed.get(id);
 }
 
-function place(run, found) {
-  const at = placer(run, found.events);
+const rulers = new Map();
+/** Return where steps are on the x axis, {steps, x}, both rising; asks again when the run is much further. */
+function rulerOf(run) {
+  const key = `${run.id}\n${view.x}`;
+  const found = rulers.get(key);
+  if (!found || (found.steps && run.step > 1.1 * (found.steps.at(-1) ?? 0) + 10 && performance.now() - found.asked > 5000)) {
+    rulers.set(key, { steps: [], x: [], ...found, asked: performance.now() });
+    get("ruler", { run: run.id, x: view.x }).then((ruler) => {
+      rulers.set(key, { ...ruler, asked: performance.now() });
+      emit("detail", run.id);
+    }, () => {});
+  }
+  return rulers.get(key);
+}
+
+function between({ steps, x }, step) {
+  const at = Math.min(Math.max(indexAt(steps, step), 0), steps.length - 2);
+  if (steps.length < 2 || step == null) return x[0] ?? null;
+  return Math.max(0, x[at] + ((step - steps[at]) / (steps[at + 1] - steps[at] || 1)) * (x[at + 1] - x[at]));
+}
+
+function place(run, found, ruler) {
+  const at = (event) => (ruler ? between(ruler, event.step) : event.step);
   const phases = [];
   const ticks = rateChanges(run);
   for (const event of found.events) {
@@ -59,36 +81,6 @@ function place(run, found) {
   }
   ticks.sort((a, b) => a.x - b.x);
   return { phases, ticks };
-}
-
-/** Return a function from events to x: steps are known exactly, other units follow from the run's own curve. */
-function placer(run, events) {
-  if (view.x === "step") return (event) => event.step;
-  if (view.x === "time") return timer(events);
-  if (view.x === "epoch") {
-    const steps = run.steps_per_epoch ?? events.find((one) => one.steps_per_epoch)?.steps_per_epoch;
-    return (event) => (steps ? event.step / steps : null);
-  }
-  const known = run.metrics?.[view.x];
-  return (event) => (known && run.step ? (event.step * known) / run.step : null);
-}
-
-function timer(events) {
-  let [spent, begun, last] = [0, null, null];
-  const at = new Map();
-  for (const event of events) {
-    if (event.kind === "start" || event.kind === "resume") {
-      if (begun != null) spent += Math.max(0, last - begun);
-      begun = event.time;
-    }
-    at.set(event, spent + (begun == null ? 0 : event.time - begun));
-    last = event.time;
-    if (event.kind === "end" && begun != null) {
-      spent += Math.max(0, event.time - begun);
-      begun = null;
-    }
-  }
-  return (event) => at.get(event);
 }
 
 function rateChanges(run) {
