@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 
 import pytest
 from dashboard_runs import START, make_run, train, write
@@ -27,6 +28,20 @@ def test_runs_and_one_run(client, tmp_path):
     assert one["git_diff"] == "+ a line"
     assert [event["kind"] for event in one["events"]] == ["start", "end"]
     assert one["run"] == found
+
+
+def test_many_runs_are_answered_in_part_the_newest_first(client, tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.dashboard.server.PATIENCE_S", 0.0)
+    for number in (1, 2, 3):
+        folder = make_run(tmp_path / str(number), [train(5, loss=1.0)])
+        os.utime(folder / "metrics.jsonl", (START, START + 10 * (number == 2) + number))
+    states = [[run["state"] for run in client.get("/api/runs").json()["runs"]] for _ in range(3)]
+    assert states == [["reading", "finished", "reading"], ["reading", "finished", "finished"], ["finished"] * 3]
+    sent = []
+    board = client.app.state.dashboard
+    board.hub.send = lambda kind, data: sent.append((kind, [run["state"] for run in data]))
+    board.watch.poll()
+    assert sent == [("runs", ["finished"] * 3)]
 
 
 def test_a_folder_that_is_a_run_itself(tmp_path, client):

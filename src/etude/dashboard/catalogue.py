@@ -67,9 +67,26 @@ class Run:
                     self._state = self._read(signature)
                     self._signature, self._read_at = signature, time.monotonic()
             except Exception as error:  # whatever a folder holds, the others are shown
-                self._state = _unreadable(self, str(error) or type(error).__name__)
+                words = f"cannot be read: {str(error) or type(error).__name__}"
+                self._state = _empty(self, "unreadable", words)
                 self._signature = None
             return self._state
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it has been read once."""
+        return bool(self._state)
+
+    def last(self) -> dict[str, Any]:
+        """Return what was last read, and nothing but its name if it was not read yet."""
+        return self._state or _empty(self, "reading", "is being read")
+
+    def changed(self) -> float:
+        """Return when the run last recorded something, 0 if nobody knows."""
+        try:
+            return os.lstat(self.path / METRICS).st_mtime
+        except OSError:
+            return 0.0
 
     def problem(self) -> str:
         """Return why files of the run must not be opened, such as a pipe; empty if they may be."""
@@ -230,26 +247,14 @@ def ends_of(path: Path) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def _unreadable(run: Run, why: str) -> dict[str, Any]:
-    empty: dict[str, Any] = {
-        "metrics": {},
-        "config": {},
-        "names": {},
-        "step": 0,
-        "epoch": 0,
-        "duration_s": 0.0,
-        "resumes": 0,
-    }
+def _empty(run: Run, state: str, message: str) -> dict[str, Any]:
+    """Return a state that says only that."""
+    empty: dict[str, Any] = {"metrics": {}, "config": {}, "names": {}}
+    zero = dict.fromkeys(("step", "epoch", "duration_s", "resumes"), 0)
     missing = (
         "activity total_steps progress total_epochs phase steps_per_s left_s started heartbeat last_step_time monitor "
         "mode best last steps_per_epoch parameters"
     )
-    words = f"cannot be read: {why}"
-    return {
-        "id": run.key,
-        "name": run.path.name.encode(errors="surrogateescape").decode(errors="backslashreplace"),
-        "state": "unreadable",
-        **dict.fromkeys(missing.split()),
-        **empty,
-        "message": words,
-    }
+    name = os.fsencode(run.path.name).decode(errors="backslashreplace")
+    known = {"id": run.key, "name": name, "state": state, "message": message}
+    return {**known, **dict.fromkeys(missing.split()), **zero, **empty}

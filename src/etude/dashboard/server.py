@@ -36,6 +36,8 @@ from etude.dashboard.stream import Hub, Subscription, Watch, stream
 STATIC = Path(__file__).parent / "static"
 MOST_INDEXES = 32
 """Runs whose index of media is kept."""
+PATIENCE_S = 0.6
+"""Time after which a list of runs is answered with those that have been read so far."""
 WATCH_S = 0.5
 logger = logging.getLogger("etude")
 
@@ -80,7 +82,13 @@ class Dashboard:
         """Return all runs."""
         runs = self.catalogue.runs()
         self.settings.give_colors([run.key for run in runs])
-        return {"root": str(self.root), "runs": [self.describe(run) for run in runs]}
+        end = time.monotonic() + PATIENCE_S
+        for run in sorted((run for run in runs if not run.is_read), key=Run.changed, reverse=True):
+            run.read()
+            if time.monotonic() > end:  # the page hears of the others by its stream
+                break
+        found = [{**(run.read() if run.is_read else run.last()), **self.settings.of(run.key)} for run in runs]
+        return {"root": str(self.root), "runs": found}
 
     def run(self, request: Request) -> Any:
         """Return everything about one run but its metrics."""

@@ -1,5 +1,6 @@
 """The metrics of all runs that are shown, in bounded memory; long files are read by a thread in the background."""
 
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.dashboard.series import PART_BYTES, Facts, RunSeries
+
+logger = logging.getLogger("etude")
 
 MOST_BYTES = 160 << 20
 """Memory for metrics: above it, blocks are merged, then the runs that were not asked for longest are dropped."""
@@ -100,14 +103,20 @@ class Store:
                 series = self._runs.get(key)
             if series is None:
                 continue
-            start = series.cursor
-            while not self._is_closed and series.cursor - start < SLICE_BYTES and series.advance():
-                pass
-            self._limit()
-            if series.left_bytes > PART_BYTES and series.cursor != start:
-                self._queue(key)
-            else:
-                self.on_exact(key)
+            try:
+                self._read_slice(key, series)
+            except Exception:  # of one run; the others wait
+                logger.exception(f"cannot read {series.path}")
+
+    def _read_slice(self, key: str, series: RunSeries) -> None:
+        start = series.cursor
+        while not self._is_closed and series.cursor - start < SLICE_BYTES and series.advance():
+            pass
+        self._limit()
+        if series.left_bytes > PART_BYTES and series.cursor != start:
+            self._queue(key)
+        else:
+            self.on_exact(key)
 
     def _limit(self) -> None:
         with self._change:

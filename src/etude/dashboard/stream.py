@@ -15,6 +15,7 @@ POLL_S = 0.3
 QUIET_S = 15.0
 """Seconds without news after which a comment shows that the connection is alive."""
 _MOST_WAITING = 1000
+_MOST_AT_ONCE = 100
 
 Message = tuple[str, Any]
 
@@ -145,15 +146,23 @@ class Watch:
 
     def poll(self) -> None:
         """Compare every run with what was last seen."""
-        runs = self._catalogue.runs()
-        now = {run.key: self._describe(run) for run in runs}
-        for run in runs if self._alerts.rules else ():
-            self._alerts.check(run, now[run.key])
-        changed = [one for key, one in now.items() if self._last.get(key) != one]
-        removed = [key for key in self._last if key not in now]
-        self._last = now
+        runs = {run.key: run for run in self._catalogue.runs()}
+        changed: list[dict[str, Any]] = []
+        for key, run in runs.items():
+            now = self._describe(run)
+            if self._alerts.rules:
+                self._alerts.check(run, now)
+            if self._last.get(key) != now:
+                self._last[key] = now
+                changed.append(now)
+            if len(changed) >= _MOST_AT_ONCE:
+                self._hub.send("runs", changed)
+                changed = []
         if changed:
             self._hub.send("runs", changed)
+        removed = [key for key in self._last if key not in runs]
+        for key in removed:
+            del self._last[key]
         if removed:
             self._hub.send("removed", removed)
 
