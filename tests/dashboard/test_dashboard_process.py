@@ -83,6 +83,12 @@ def test_no_file_outside_the_page_is_served(served):
         assert "import" not in answer
 
 
+def test_many_runs_may_be_named_in_one_request(served):
+    status, answer = served.ask("/api/series?name=loss" + "&run=a" * 20_000)
+    assert status == 200
+    assert answer.count('"run":"a"') == 1
+
+
 def test_answers_carry_the_headers_that_protect(served):
     for path in ("/api/runs", "/nothing"):
         _, answer = served.ask(path)

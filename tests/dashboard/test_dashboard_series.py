@@ -82,6 +82,13 @@ def test_a_replaced_file_is_read_again(tmp_path):
         pass
     assert chart(series)["last"] == [-1, -2, -3, -4]
     assert series.restarts == 1
+    # as long as the one before
+    write(shorter, [train(step, loss=-float(step + 1)) for step in range(1, 5)])
+    shorter.replace(folder / "metrics.jsonl")
+    store = Store()
+    store.read([("run", series)])
+    store.close()
+    assert chart(series)["last"] == [-2, -3, -4, -5]
 
 
 def test_a_line_that_is_being_written_is_awaited(tmp_path):
@@ -218,3 +225,21 @@ def test_many_names_do_not_take_all_memory(tmp_path, monkeypatch):
     series = opened(make_run(tmp_path / "run", records))
     assert len(series.names("train")) == 50
     assert chart(series, "name49")["x"] == [49]
+
+
+def test_a_long_line_that_is_being_written_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.dashboard.store.PART_BYTES", 1000)
+    monkeypatch.setattr(module, "PART_BYTES", 1000)
+    folder = make_run(tmp_path / "run", [train(step, loss=1.0) for step in range(100)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("{" + "x" * 5000)
+    ready = []
+    store = Store(on_exact=ready.append)
+    series = store.get("run", folder, Run("run", folder).read_facts)
+    try:
+        store.read([("run", series)], patience_s=60)
+        assert chart(series)["exact"]
+        assert chart(series)["total"] == 100
+        assert store._thread is None  # nothing is left for the background
+    finally:
+        store.close()

@@ -1,7 +1,9 @@
 """The metrics of one run for charts: read in parts, sampled while that lasts, and read again where one zooms in."""
 
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ RAW_BYTES = 16 << 20
 MOST_RUN_BYTES = 64 << 20
 """Memory of one run, above which its blocks are merged."""
 MOST_SPLITS = 16
+AGAIN_S = 5.0
+"""Seconds after which a file without new whole lines is read again, even if its size is the same."""
 WINDOW_BYTES = 4096
 FLOPS_PER_TOKEN = 6
 """Floating-point operations for a token and parameter: two forward, four backward."""
@@ -68,6 +72,7 @@ class RunSeries:
         self._sample: tuple[int, dict[str, Blocks]] | None = None
         self._zoom: _Zoom | None = None
         self._restarts = self._follower.restarts
+        self._no_line_at: tuple[tuple[int, ...], float] = ((), 0.0)
 
     @property
     def cursor(self) -> int:
@@ -94,10 +99,13 @@ class RunSeries:
     def left_bytes(self) -> int:
         """Bytes of the file that have not been read; a line that is being written counts as well."""
         try:
-            size = self.path.stat().st_size
+            facts = self.path.stat()
         except OSError:
             return 0
-        return size - self.cursor if size >= self.cursor else size
+        if _identity(facts) == self._no_line_at[0] and time.monotonic() - self._no_line_at[1] < AGAIN_S:
+            return 0  # a long line is being written, or the file cannot be read
+        is_other = self.file not in (None, (facts.st_dev, facts.st_ino)) or facts.st_size < self.cursor
+        return facts.st_size if is_other else facts.st_size - self.cursor
 
     def advance(self, most_bytes: int = PART_BYTES) -> bool:
         """Read the next lines; return False if there are none."""
@@ -108,7 +116,12 @@ class RunSeries:
                 self._start()
                 offset = 0
             if not lines:
-                return self._follower.offset != offset  # a line that is too long was skipped
+                if self._follower.offset != offset:  # a line that is too long was skipped
+                    return True
+                self._sample = None
+                with contextlib.suppress(OSError):
+                    self._no_line_at = (_identity(self.path.stat()), time.monotonic())
+                return False
             self.facts = self._read_facts()  # a resume is written after the file has been replaced
             if offset - self._marks[-1].offset >= PART_BYTES:
                 self._marks.append(_Mark(offset, self.place))
@@ -219,7 +232,7 @@ class RunSeries:
         if start is None and end is None:
             return coarse
         x = self._axis(np.array([mark.place.axes for mark in self._marks]).T, axis)
-        if not np.isfinite(x[1:]).all():
+        if not (np.isfinite(x[1:]).all() and (np.diff(x[1:]) >= 0).all()):
             return coarse
         x[0] = -np.inf
         first = 0 if start is None else max(0, int(np.searchsorted(x, start)) - 2)
@@ -248,6 +261,10 @@ def _add(
             splits[split] = Blocks(NUM_AXES, most or MOST_BLOCKS)
         splits[split].add(part.x, part.names, part.values)
     return place
+
+
+def _identity(facts: os.stat_result) -> tuple[int, ...]:
+    return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
 def _read(path: Path, start: int, end: int) -> bytes:

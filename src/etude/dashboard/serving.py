@@ -43,8 +43,9 @@ def serve(
                 app,
                 log_level="warning",
                 access_log=False,
+                http="h11",
                 ws="none",
-                h11_max_incomplete_event_size=1 << 18,
+                h11_max_incomplete_event_size=1 << 18,  # the names of some hundred runs
                 timeout_graceful_shutdown=2,
                 server_header=False,
             )

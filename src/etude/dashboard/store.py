@@ -66,8 +66,7 @@ class Store:
                 late.append((key, one))
         for _, one in late:
             one.sample(max(16, min(200, ALL_WINDOWS // len(late))))
-        for key, _ in late:
-            self._queue(key)
+        self._queue([key for key, _ in late])
         self._limit()
 
     @property
@@ -84,11 +83,11 @@ class Store:
         if self._thread is not None:
             self._thread.join()
 
-    def _queue(self, key: str) -> None:
+    def _queue(self, keys: list[str]) -> None:
+        """Read some runs in the background, before those that were asked for earlier."""
         with self._change:
-            if key not in self._waiting:
-                self._waiting.append(key)
-            if self._thread is None and not self._is_closed:
+            self._waiting = deque([*keys, *(key for key in self._waiting if key not in keys)])
+            if keys and self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._work, name="etude-dashboard-reader", daemon=True)
                 self._thread.start()
             self._change.notify_all()
@@ -114,7 +113,8 @@ class Store:
             pass
         self._limit()
         if series.left_bytes > PART_BYTES and series.cursor != start:
-            self._queue(key)
+            with self._change:  # after the others, whose turn it is
+                self._waiting.append(key)
         else:
             self.on_exact(key)
 
