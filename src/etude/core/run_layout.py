@@ -7,6 +7,9 @@ from pathlib import Path
 
 DIFF = "git.diff"
 
+EXAMPLE = "example.safetensors"
+"""File with two samples of the first batch of a run made in Python."""
+
 OWN_FILES = frozenset(
     [
         "config.yaml",
@@ -19,6 +22,7 @@ OWN_FILES = frozenset(
         "result.json",
         ".lock",
         ".written",
+        EXAMPLE,
     ]
 )
 """Files that a run writes into its folder, besides `samples.txt`, which a callback writes."""

@@ -9,8 +9,10 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from etude.checkpoint import Checkpoint
+from etude.checkpoint.example import load_example
 from etude.core import Batch, ConfigError, Task
 from etude.core.batch import JointBatch
+from etude.core.run_layout import EXAMPLE
 from etude.data import StreamLoader
 from etude.distributed import World
 from etude.experiment.build import build_data
@@ -63,11 +65,6 @@ def export_run(
     folder = RunFolder.open(run_dir)
     checkpoint = read_weights(folder, which)
     place = Path(out) if out is not None else folder.path / "export" / to
-    if to in ("torch", "onnx") and not folder.is_rebuildable:
-        raise ConfigError(
-            f"{folder.path} holds a run made in Python, so its data, on which a program is checked, is not known; in "
-            f"Python: etude.export.save_{'onnx' if to == 'onnx' else 'program'}(load_model(…), batch, path)"
-        )
     is_new = not place.exists()
     try:
         with writing_into(place):
@@ -89,12 +86,18 @@ def _export(
         model = model_of(folder, checkpoint, import_class=import_class)
         files = save_hub(model, place, _card(folder, checkpoint), checkpoint.meta.get("tokenizer"))
         return Exported(files, [f"{place}: {', '.join(file.name for file in files)}, of {source}"])
-    model, batch, task = _with_batch(folder, checkpoint, overrides)
+    task: Task | None = None
+    data = "the run's data"
+    if folder.is_rebuildable:
+        model, batch, task = _with_batch(folder, checkpoint, overrides)
+    else:
+        model, batch, is_real = _with_example(folder, checkpoint, to, overrides, import_class)
+        data = data if is_real else "made-up data of its shapes"
     if to == "onnx":
         saved = save_onnx(model, batch, place / "model.onnx", task=task)
     else:
         saved = save_program(model, batch, place / "model.pt2", task=task)
-    return Exported([saved.path], _words(saved, source))
+    return Exported([saved.path], _words(saved, source, data))
 
 
 def _weights(folder: RunFolder, checkpoint: Checkpoint, import_class: bool) -> Mapping[str, Any] | nn.Module:
@@ -103,12 +106,28 @@ def _weights(folder: RunFolder, checkpoint: Checkpoint, import_class: bool) -> M
     return checkpoint.model_state if is_whole else model_of(folder, checkpoint, import_class=import_class)
 
 
-def _words(saved: Saved, source: str) -> list[str]:
+def _words(saved: Saved, source: str, data: str) -> list[str]:
     sizes = ", ".join(map(str, saved.sizes))
     return [
         f"{saved.path}: {source}, by {saved.exporter}; inputs: {', '.join(saved.inputs)}",
-        f"  largest difference from the model {saved.difference:.3g}, on the run's data in batches of {sizes}",
+        f"  largest difference from the model {saved.difference:.3g}, on {data} in batches of {sizes}",
     ]
+
+
+def _with_example(
+    folder: RunFolder, checkpoint: Checkpoint, to: str, overrides: Sequence[str], import_class: bool
+) -> tuple[nn.Module, Batch, bool]:
+    """Return the model of a run made in Python, its example batch, and whether that is not made up."""
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: a run made in Python has no config that this overrides; remove it")
+    if not (folder.path / EXAMPLE).is_file():
+        raise ConfigError(
+            f"{folder.path} has no {EXAMPLE}, which a run made in Python keeps if its batches are tensors in tuples or "
+            "mappings and its task calls the model plainly; in Python: "
+            f"etude.export.save_{'onnx' if to == 'onnx' else 'program'}(load_model(…), batch, path)"
+        )
+    batch, is_real = load_example(folder.path)
+    return model_of(folder, checkpoint, import_class=import_class), batch, is_real
 
 
 def _with_batch(folder: RunFolder, checkpoint: Checkpoint, overrides: Sequence[str]) -> tuple[nn.Module, Batch, Task]:

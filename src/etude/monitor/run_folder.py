@@ -9,8 +9,11 @@ env.json         versions, device, commit, command line
 git.diff         changes of tracked files that were not committed when the run began, if there were any
 checkpoints/     where `etude resume` continues from
 result.json      the outcome, written at the end
-        files = [self.events_path, self.media_path, self.status_path, self.environment_path, self.diff_path]
-        files += (self.path / SINKS).glob("*.json")  # another run has other ids
+samples.txt      texts sampled from a language model at the end, if configured
+example.safetensors  two samples of the first batch of a run made in Python, for `etude export`
+metrics/         files of metrics, such as a confusion matrix, if there are any
+.written         the names of such files
+sinks/           a small file for every tool to which the run is passed on
 .lock            the id of the process that writes here
 """
 
@@ -30,7 +33,7 @@ import torch
 
 from etude.core import RunFolderError
 from etude.core.files import FolderLock, LockHeld, replacing, write_text
-from etude.core.run_layout import CHECKPOINTS, DIFF
+from etude.core.run_layout import CHECKPOINTS, DIFF, EXAMPLE
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment, uncommitted
 from etude.monitor.jsonl import decode, plain, read_jsonl
@@ -280,6 +283,7 @@ class RunFolder:
                 else:
                     path.unlink()
             remove_written(self.path)
+            (self.path / EXAMPLE).unlink(missing_ok=True)
             # Last the files that mark a run: if this is interrupted, it can be repeated.
             for path in (*files, self.samples_path, self.metrics_path, self.result_path, self.config_path):
                 path.unlink(missing_ok=True)

@@ -37,6 +37,7 @@ from etude.trainer.arguments import (
     measure,
     plain_task,
 )
+from etude.trainer.example import ExampleLoader
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
@@ -198,7 +199,7 @@ class Trainer:
             self.state.random.running(),
             Interrupts(self.output.say) as self._interrupts,
         ):
-            result = self._run(self._loop(self.loaders.train, self._interrupts))
+            result = self._run(self._loop(self._kept(self.loaders.train), self._interrupts))
             self.output.finish(clock, self.callbacks, result, self.task.files())
         return {**result, "interrupted": 1.0} if self.was_interrupted else result
 
@@ -282,6 +283,13 @@ class Trainer:
             compiled=self.compiled,
             loader=train if isinstance(train, StatefulLoader) else None,
         )
+
+    def _kept(self, loader: Loader) -> Loader:
+        """Return the loader; if the run cannot be rebuilt from its config, one that keeps an example of its batches."""
+        folder, plain = self.output.folder, type(self.task).predict is Task.predict
+        if folder is None or folder.is_rebuildable or not plain or not self.machine.world.is_main:
+            return loader
+        return ExampleLoader(loader, folder.path, is_new=self.state.clock.step == 0)
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
         config = self.config

@@ -1,0 +1,56 @@
+"""Keeping an example of the training batches in the folder of a run that is made in Python."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from etude.checkpoint.example import save_example
+from etude.core import Batch, EtudeError, Loader
+from etude.core.loader import BatchIterator
+from etude.core.run_layout import EXAMPLE
+
+logger = logging.getLogger("etude")
+
+
+class ExampleLoader:
+    """Keeps samples of the first batch of another loader; later epochs are those of the other loader itself."""
+
+    def __init__(self, loader: Loader, folder: Path, *, is_new: bool) -> None:
+        """`is_new` if the run begins: an example that is there is not its own."""
+        self.loader, self._folder = loader, folder
+        self._is_due = is_new or not (folder / EXAMPLE).exists()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
+        """Return the batches of an epoch."""
+        batches = self.loader.iterate(epoch, position)
+        due, self._is_due = self._is_due, False
+        return _FirstKept(batches, self._folder) if due else batches
+
+
+class _FirstKept:
+    def __init__(self, batches: BatchIterator, folder: Path) -> None:
+        self._batches, self._folder, self._is_first = batches, folder, True
+
+    @property
+    def position(self) -> int:
+        return self._batches.position
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if self._is_first:
+            self._is_first = False
+            try:
+                (self._folder / EXAMPLE).unlink(missing_ok=True)
+                save_example(batch, self._folder)
+            except (EtudeError, OSError, RuntimeError, TypeError) as error:  # it serves only `etude export`
+                logger.debug("no example of the batches is kept: %s", error)
+        return batch
+
+    def close(self) -> None:
+        self._batches.close()
