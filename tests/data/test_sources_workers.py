@@ -373,3 +373,19 @@ def test_by_hand_over_a_dataset(random_dataset):
     while loader.has_next():
         got.append(loader.next())
     assert_equal(got, batches(random_dataset))
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Images with their boxes, as for object detection."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"image": torch.zeros(3, 2, 2), "labels": {"boxes": torch.zeros(1 + index, 4)}}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_different_sizes_name_the_collate_fn(num_workers):
+    with pytest.raises(DataError, match=r"\(\d, 4\), \(\d, 4\).*collate_fn"):
+        next(iter(DataLoader(Ragged(), batch_size=2, num_workers=num_workers)))

@@ -9,6 +9,7 @@ from etude.losses import SupervisedTask
 from etude.losses.own import ModelLoss
 
 B, L, V = 4, 6, 11
+HALVES = slice(0, 1), slice(1, B)
 LENGTHS = torch.tensor([6, 3, 2, 4])
 
 
@@ -82,6 +83,22 @@ def test_a_loss_rounded_to_half_precision_is_about_a_mean():
     loss = ModelLoss()
     SupervisedTask(loss)(InBfloat16(nothing), batch(), metrics=False)
     assert "about a mean over labels" in loss.announcement()
+
+
+class OfMasked(Tagger):
+    def forward(self, ids, masked, labels=None):
+        return {"loss": F.cross_entropy(self.tokens(self.embed(ids))[masked], labels)}
+
+
+def test_labels_of_masked_positions_only_are_counted_one_by_one():
+    torch.manual_seed(0)
+    model, loss = OfMasked(nothing), ModelLoss()
+    ids, masked = batch()["ids"], torch.arange(L) < LENGTHS[:, None]
+    parts = [{"ids": ids[part], "masked": masked[part], "labels": ids[part][masked[part]]} for part in HALVES]
+    terms = [SupervisedTask(loss)(model, part, metrics=False)["loss"] for part in parts]
+    assert "taken for a mean over labels" in loss.announcement()
+    whole = model(ids, masked, ids[masked])["loss"]
+    torch.testing.assert_close(sum(one.sum for one in terms) / sum(one.count for one in terms), whole)
 
 
 def test_settings_of_precision_are_restored():

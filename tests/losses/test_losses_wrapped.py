@@ -244,3 +244,14 @@ def test_a_function_of_the_batch_is_given_it_whole_with_the_output_as_it_is():
     assert seen[0][1] is batch
     assert (float(term.sum), term.count) == (10.0, 2)
     assert FunctionLoss(distance).counts(batch) is None
+
+
+@pytest.mark.parametrize(("function", "used"), [(lambda o, b: o + b.y, "y"), (lambda o, b: o.hidden, "hidden")])
+def test_a_function_that_takes_labels_for_the_batch_is_told_its_name(function, used):
+    with pytest.raises(TrainingError, match=rf"`\.{used}`.*`batch`"):
+        FunctionLoss(function).terms(torch.zeros(2, 3), (torch.zeros(2, 3), torch.zeros(2)), metrics=False)
+
+
+def test_other_missing_attributes_keep_their_error():
+    with pytest.raises(AttributeError, match="mean_of_all"):
+        FunctionLoss(lambda o, y: torch.ones(2).mean_of_all).terms(torch.zeros(2), (0, torch.zeros(2)), metrics=False)

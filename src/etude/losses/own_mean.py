@@ -145,6 +145,10 @@ def find_mean(call: ModelCall, model: nn.Module, batch: Batch) -> Mean | None:
     model = unwrap(model)
     if kind_of(batch) not in ("tuple", "mapping"):
         return SAMPLES._replace(evidence=ASSUMED)
+    labels = targets_of(batch)[0]
+    if isinstance(labels, Tensor) and labels.dim() and len(labels) != num_samples(batch):
+        # such as those of masked positions only: which of them belong to a sample is not known
+        return Mean(over_labels=has_classes(batch), evidence=ASSUMED)
     if num_samples(batch) < 2:
         return None
     device = next((one.device for one in model.parameters()), torch.device("cpu"))

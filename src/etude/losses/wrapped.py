@@ -88,7 +88,15 @@ class FunctionLoss(LossStrategy):
             return self._classification_terms(predictions, labels, metrics)
         if self._torch_function is not None:
             return {"loss": self._elementwise_term(self._torch_function, predictions, labels)}
-        return {"loss": self._mean_term(predictions, labels)}
+        try:
+            return {"loss": self._mean_term(predictions, labels)}
+        except AttributeError as error:
+            if error.obj is not predictions and error.obj is not labels:
+                raise
+            raise TrainingError(
+                f"the loss function {self.name} uses `.{error.name}`, but it gets the logits and the labels; name its "
+                "second argument `batch` to get the model's output and the whole batch: loss=lambda output, batch: …"
+            ) from error
 
     def counts(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
         """Return the number of counted labels or elements for a torch loss; None for any other function."""

@@ -135,7 +135,10 @@ def _common_length(columns: Mapping[str, Tensor]) -> int:
         raise DataError("the data is empty: the mapping has no tensors")
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{key} has {length}" for key, length in lengths.items())
-        raise DataError(f"data of different lengths: {found}; every tensor must have one entry per sample")
+        raise DataError(
+            f"data of different lengths: {found}; every tensor must have one entry per sample. Where that is not so, "
+            "as with labels of masked positions only, pass a Dataset and a collate_fn, or batches"
+        )
     if len(devices) > 1:
         raise DataError(f"the data is on several devices ({', '.join(sorted(devices))}); move it to one")
     return next(iter(lengths.values()))

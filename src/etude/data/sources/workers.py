@@ -1,5 +1,6 @@
 """Map-style datasets: samples fetched in this process or in workers, with the same random numbers."""
 
+import re
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader, Dataset, IterableDataset
 from torch.utils.data._utils.collate import collate as collate_by, default_collate_fn_map
 
-from etude.core.batch import Batch, in_pinned_memory, without_samples
+from etude.core.batch import Batch, in_pinned_memory, tensors_in, without_samples
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.data.order.permutation import Indices
@@ -22,6 +23,10 @@ from etude.data.sources.worker_process import WorkerStart, begin_workers, end_wo
 Collate = Callable[[list[Any]], Batch]
 Request = tuple[int, list[int]]
 """A request to a worker: the epoch, and the indices of one batch."""
+
+
+_RAGGED = re.compile("expects each tensor to be equal size|storage that is not resizable")
+"""What torch says about samples of different sizes, the latter in a worker."""
 
 
 def collate_samples(samples: list[Any]) -> Batch:
@@ -42,6 +47,18 @@ def collate_samples(samples: list[Any]) -> Batch:
         raise DataError(
             f"samples are a {type(samples[0]).__name__}, which torch cannot collate: {error}; pass a collate_fn, or "
             "batches of the library's own loader"
+        ) from error
+    except RuntimeError as error:
+        if not _RAGGED.search(str(error)):
+            raise
+        columns = (
+            {str(tuple(one.shape)) for one in column} for column in zip(*map(tensors_in, samples), strict=False)
+        )
+        shapes = next((shapes for shapes in columns if len(shapes) > 1), ())
+        raise DataError(
+            f"samples have tensors of different sizes ({', '.join(sorted(shapes)) or error}), so they cannot be "
+            "stacked; pass a collate_fn that pads them, joins them, or keeps them in a list, as models for object "
+            "detection expect their labels"
         ) from error
 
 
