@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from etude.experiment import train_experiment
-from etude.experiment.run import evaluate_run
+from etude.experiment.opened import evaluate_run
 from etude.optim.schedules import _fit_warmup_once
 
 

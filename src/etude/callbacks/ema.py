@@ -1,5 +1,6 @@
 """An exponential moving average of the weights beside the trained ones."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ from etude.core.arguments import checked
 from etude.core.model import clean_name, unwrap
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.optim.averaging import WeightAverage
+
+logger = logging.getLogger("etude")
 
 _STATE = record_of("EMA", {"count": Tensor, "weights": dict[str, Any], "is_swapped": bool})
 
@@ -169,10 +172,11 @@ class EMA(Callback):
         self.is_swapped, self._loaded = state["is_swapped"], {}
 
 
-def take_averages(checkpoint: Checkpoint, keys: Collection[str]) -> dict[str, Any] | None:
+def take_averages(checkpoint: Checkpoint, keys: Collection[str], *, warns: bool) -> dict[str, Any] | None:
     """Take the states of averages out of a checkpoint whose run has no callbacks for them, of all its `keys`.
 
     Returns the state of the model to train on with: the raw weights in place of the averages. None if there are none.
+    With `warns` the user is told.
     """
     saved = checkpoint.state.get("callbacks") if isinstance(checkpoint.state, dict) else None
     if not isinstance(saved, dict):  # restoring it will say what is wrong
@@ -186,4 +190,10 @@ def take_averages(checkpoint: Checkpoint, keys: Collection[str]) -> dict[str, An
                 check_tensor(raw, checkpoint.model_state[name], f"weights.{name}")
                 average = checkpoint.model_state[name]
                 model |= {other: raw for other, one in checkpoint.model_state.items() if one is average}
+    if found and warns:
+        logger.warning(
+            "%s has a moving average of the weights, but this run has no ema: it is evaluated, but training "
+            "continues from the raw weights and drops it; set training.ema to continue it",
+            checkpoint.path,
+        )
     return model if found else None

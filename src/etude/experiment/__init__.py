@@ -19,8 +19,9 @@ if TYPE_CHECKING:
         validate_experiment,
     )
     from etude.experiment.load import load_model
+    from etude.experiment.opened import evaluate_run
     from etude.experiment.predict import predict_run
-    from etude.experiment.run import RunOutcome, evaluate_run, resume_run, train_experiment
+    from etude.experiment.run import RunOutcome, resume_run, train_experiment
     from etude.experiment.runner import ExperimentRunner
     from etude.experiment.template import new_experiment, new_experiment_from
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from etude.core import ConfigError
 from etude.core.files import replacing
+from etude.experiment.opened import OpenedRun, opened_run
 from etude.experiment.outputs import Outputs, as_outputs
-from etude.experiment.run import OpenedRun, opened_run
 
 logger = logging.getLogger("etude")
 

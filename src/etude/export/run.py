@@ -18,7 +18,7 @@ from etude.distributed import World
 from etude.experiment.build import build_data
 from etude.experiment.config import load_config
 from etude.experiment.load import model_of, read_weights
-from etude.experiment.run import OpenedRun
+from etude.experiment.opened import OpenedRun
 from etude.export.hub import Card, save_hub
 from etude.export.program import Saved, save_onnx, save_program
 from etude.export.weights import save_weights, writing_into

@@ -11,6 +11,7 @@ from etude.core.errors import ConfigError
 from etude.core.monitor import DEFAULT_MONITOR, Best, Mode, mode_of
 from etude.engine.capture import CaptureMode
 from etude.engine.compiled import CompileMode
+from etude.engine.loop import Plan
 from etude.engine.step import GradientAccumulator
 
 Positive = Annotated[float, Field(gt=0)]
@@ -201,6 +202,19 @@ class TrainerConfig(SectionModel):
         if self.restore_best and self.keep_best == 0:
             raise ValueError("restore_best needs a best checkpoint, but keep_best is 0; set keep_best to 1 or more")
         return self
+
+    def plan(self) -> Plan:
+        """Return how long the loop runs, and what it does how often."""
+        return Plan(
+            epochs=self.num_epochs,
+            max_steps=self.max_steps,
+            log_interval=self.log_interval,
+            validate_interval=self.validate_interval,
+            checkpoint_interval=self.checkpoint_interval,
+            validate_every_steps=self.validate_every_steps,
+            save_every_steps=self.save_every_steps,
+            max_skipped_steps=self.max_skipped_steps,
+        )
 
     def judge(self) -> Best:
         """Return the metric by which a run is judged, without values; raise ValueError if its mode is unknown."""

@@ -5,11 +5,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.checkpoint.example import save_example
-from etude.core import Batch, EtudeError, Loader
+from etude.core import Batch, Clock, EtudeError, Loader, Task
 from etude.core.loader import BatchIterator
 from etude.core.run_layout import EXAMPLE
+from etude.distributed import World
+from etude.monitor import RunFolder
 
 logger = logging.getLogger("etude")
+
+
+def keeping_example(loader: Loader, task: Task, folder: RunFolder | None, world: World, clock: Clock) -> Loader:
+    """Return the loader; if the run cannot be rebuilt from its config, one that keeps an example of its batches."""
+    is_plain = type(task).predict is Task.predict
+    if folder is None or folder.is_rebuildable or not is_plain or not world.is_main:
+        return loader
+    return ExampleLoader(loader, folder.path, is_new=clock.step == 0)
 
 
 class ExampleLoader:

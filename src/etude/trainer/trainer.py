@@ -18,7 +18,7 @@ from etude.distributed import World
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import saves_time
-from etude.engine.loop import Loop, Plan
+from etude.engine.loop import Loop
 from etude.engine.state import TrainState
 from etude.engine.step_log import StepLog
 from etude.engine.stopping import Interrupts
@@ -37,7 +37,7 @@ from etude.trainer.arguments import (
     measure,
     plain_task,
 )
-from etude.trainer.example import ExampleLoader
+from etude.trainer.example import keeping_example
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
@@ -199,7 +199,8 @@ class Trainer:
             self.state.random.running(),
             Interrupts(self.output.say) as self._interrupts,
         ):
-            result = self._run(self._loop(self._kept(self.loaders.train), self._interrupts))
+            loader = keeping_example(self.loaders.train, self.task, self.output.folder, self.machine.world, clock)
+            result = self._run(self._loop(loader, self._interrupts))
             self.output.finish(clock, self.callbacks, result, self.task.files())
         return {**result, "interrupted": 1.0} if self.was_interrupted else result
 
@@ -231,17 +232,11 @@ class Trainer:
         """
         checkpoint = self.output.read(Path(path), self.check_facts)
         metrics = checkpoint.metrics  # before anything changes, since they may be malformed
-        raw = take_averages(checkpoint, self.callbacks.by_key())
+        raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
         with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
             self.state.restore(checkpoint)
         self.output.loaded(checkpoint.path, metrics)
         self._raw = raw
-        if raw is not None and self.machine.world.is_main:
-            logger.warning(
-                "%s has a moving average of the weights, but this run has no ema: it is evaluated, but training "
-                "continues from the raw weights and drops it; set training.ema to continue it",
-                checkpoint.path,
-            )
 
     def check_facts(self, saved: Mapping[str, Any], place: object) -> None:
         """Raise CheckpointError if the data stored in the checkpoint at `place` belongs to another run."""
@@ -284,32 +279,15 @@ class Trainer:
             loader=train if isinstance(train, StatefulLoader) else None,
         )
 
-    def _kept(self, loader: Loader) -> Loader:
-        """Return the loader; if the run cannot be rebuilt from its config, one that keeps an example of its batches."""
-        folder, plain = self.output.folder, type(self.task).predict is Task.predict
-        if folder is None or folder.is_rebuildable or not plain or not self.machine.world.is_main:
-            return loader
-        return ExampleLoader(loader, folder.path, is_new=self.state.clock.step == 0)
-
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
         config = self.config
         micro_batches = self.loaders.accumulator.steps_at(0)
         self.compiled.is_worthwhile = saves_time(self.total_steps, micro_batches, self.task.outputs)
-        plan = Plan(
-            epochs=config.num_epochs,
-            max_steps=config.max_steps,
-            log_interval=config.log_interval,
-            validate_interval=config.validate_interval,
-            checkpoint_interval=config.checkpoint_interval,
-            validate_every_steps=config.validate_every_steps,
-            save_every_steps=config.save_every_steps,
-            max_skipped_steps=config.max_skipped_steps,
-        )
         loop = Loop(
             self.state,
             self.step,
             loader,
-            plan,
+            config.plan(),
             learning_rate=self.learning_rate,
             accumulator=self.loaders.accumulator,
             validate=self.evaluate if self.loaders.validation is not None else None,
