@@ -89,6 +89,9 @@ Overrides = Annotated[
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder made by `etude train`.")]
 Weights = Annotated[str, typer.Option("--weights", "--checkpoint", help="best, last or a step number.")]
+ImportClass = Annotated[
+    bool, typer.Option("--import-class", help="For a run made in Python: import and run the code that it names.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")]
 
 
@@ -108,25 +111,32 @@ def train(
 
 
 @app.command()
-def resume(run_dir: RunDir, overrides: Overrides = None, quiet: Quiet = False) -> None:
+def resume(
+    run_dir: RunDir, overrides: Overrides = None, quiet: Quiet = False, import_class: ImportClass = False
+) -> None:
     """Continue a run from its newest intact checkpoint."""
-    _conclude(_load("resume_run")(run_dir, overrides or [], progress=not quiet))
+    _conclude(_load("resume_run")(run_dir, overrides or [], progress=not quiet, import_class=import_class))
 
 
 @app.command()
 def evaluate(
     run_dir: RunDir,
     overrides: Overrides = None,
-    split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
+    split: Annotated[
+        str | None,
+        typer.Option(help="test, validation or train [default: test, or validation of a run made in Python]."),
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Instead of a split: a file or folder like the training's.")
     ] = None,
     checkpoint: Weights = "best",
+    import_class: ImportClass = False,
 ) -> None:
     """Evaluate a checkpoint of a run on a split of its data, or on another file."""
-    found = _load("evaluate_run")(run_dir, split=split, which=checkpoint, data=data, overrides=overrides or [])
+    options = {"split": split, "which": checkpoint, "data": data, "import_class": import_class}
+    found = _load("evaluate_run")(run_dir, overrides=overrides or [], **options)
     if is_main():
-        print(f"{found.path} on the {split} split:" if data is None else f"{found.path} on {data}:")
+        print(f"{found.path} on the {found.split} split:" if data is None else f"{found.path} on {data}:")
         _print_metrics(found.metrics)
         for file in found.files:
             print(f"made {file}")

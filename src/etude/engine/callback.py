@@ -45,6 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Clock, Control, Loader, StepReport, Task
+from etude.core.model_record import RemembersArguments
 from etude.core.monitor import Best
 from etude.engine.precision import MixedPrecision
 from etude.engine.update import LearningRate
@@ -118,7 +119,7 @@ class Gradients:
         return self.precision.scaler is not None
 
 
-class Callback:
+class Callback(RemembersArguments):
     """Base class: override the hooks you need. Set `self.control.stop`, `.save` or `.validate` to act on the loop."""
 
     control: Control

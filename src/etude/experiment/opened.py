@@ -17,16 +17,11 @@ from etude.distributed.world import failing_together
 from etude.experiment.build import Data, build_data, build_trainer, recorded_data
 from etude.experiment.config import ExperimentConfig, load_config
 from etude.experiment.load import read_weights
+from etude.experiment.python_run import ONLY_TRAINING, PythonRun, python_run
 from etude.monitor import RunFolder
 from etude.trainer import Trainer, resolve_device
 
 logger = logging.getLogger("etude")
-
-_ONLY_TRAINING = (
-    *("warmup_steps", "scheduler_type", "use_scheduler"),
-    *("validate_interval", "validate_every_steps", "keep_best", "restore_best", "monitor", "mode"),
-)
-"""Settings that have no effect on a model that is evaluated."""
 
 
 class Evaluated(NamedTuple):
@@ -37,21 +32,30 @@ class Evaluated(NamedTuple):
     metrics: dict[str, float]
     files: list[Path]
     """Files of metrics, such as a confusion matrix, on the process that writes."""
+    split: str
+    """The split, unless it was another file."""
 
 
 def evaluate_run(
     run_dir: str | Path,
     *,
-    split: str = "test",
+    split: str | None = None,
     which: str | int = "best",
     data: str | Path | None = None,
     overrides: Sequence[str] = (),
+    import_class: bool = False,
 ) -> Evaluated:
     """Evaluate a checkpoint of a run (`best`, `last` or a step number).
 
-    It is evaluated on a split of the run's data, or on another file, `data`, which is prepared as in training. Files of
-    metrics, such as a confusion matrix, are written into `metrics/SPLIT` of the run folder, or `metrics/data-NAME`.
+    It is evaluated on a split of the run's data (`test`; `validation` for a run made in Python), or on another file,
+    `data`, which is prepared as in training. Files of metrics, such as a confusion matrix, are written into
+    `metrics/SPLIT` of the run folder, or `metrics/data-NAME`. `import_class` is that of `resume_run`.
     """
+    with before_joining():
+        python = python_run(RunFolder.open(run_dir), overrides, import_class) if data is None else None
+    if python is not None:
+        return _evaluate_python(python, split or "validation", which)
+    split = split or "test"
     with opened_run(run_dir, which, overrides) as run:
         loader: Any
         if data is not None:
@@ -64,7 +68,17 @@ def evaluate_run(
             trainer, name = run.trainer(splits), split
         metrics, files = trainer.evaluate(loader), trainer.task.files()
         written = _written(run_dir, name, files) if run.world.is_main else []
-        return Evaluated(run.checkpoint.path, metrics, written)
+        return Evaluated(run.checkpoint.path, metrics, written, split)
+
+
+def _evaluate_python(run: PythonRun, split: str, which: str | int) -> Evaluated:
+    with joined_world(run.device) as world:
+        found = world.attempt(lambda: read_weights(run.folder, which), here=world.is_main)
+        path = Path(world.share_text("" if found is None else str(found.path)))
+        trainer = run.evaluator(split, found if found is not None else read_checkpoint(path), world)
+        metrics, files = trainer.evaluate(), trainer.val_task.files()
+        written = _written(run.folder.path, split, files) if world.is_main else []
+        return Evaluated(path, metrics, written, split)
 
 
 def _written(run_dir: str | Path, name: str, files: Mapping[str, str]) -> list[Path]:
@@ -118,7 +132,7 @@ class OpenedRun:
 def _not_trained(config: ExperimentConfig) -> ExperimentConfig:
     """Return a config without what only training uses, of which warnings would be irrelevant."""
     training = config.training
-    defaults = {name: type(training).model_fields[name].default for name in _ONLY_TRAINING}
+    defaults = {name: type(training).model_fields[name].default for name in ONLY_TRAINING}
     training = training.model_copy(update={**defaults, "save_checkpoints": False})
     return replace(config, sections={**config.sections, "scheduler": None, "training": training})
 
@@ -130,17 +144,17 @@ def opened_run(run_dir: str | Path, which: str | int, overrides: Sequence[str] =
         folder = RunFolder.open(run_dir)
         folder.check_rebuildable()
         config = load_config(folder.config_path, overrides=overrides, announce=True)
-    with joined_world(config) as world:
+    with joined_world(config.training.device) as world:
         found = world.attempt(lambda: read_weights(folder, which), here=world.is_main)
         path = Path(world.share_text("" if found is None else str(found.path)))
         yield OpenedRun(config, found if found is not None else read_checkpoint(path), world)
 
 
 @contextlib.contextmanager
-def joined_world(config: ExperimentConfig) -> Iterator[World]:
-    """Join the processes of a run, and leave them."""
+def joined_world(name: str) -> Iterator[World]:
+    """Join the processes of a run, on the device of this name, and leave them."""
     with before_joining():
-        device = resolve_device(config.training.device)
+        device = resolve_device(name)
     world = join_world(device.type)
     try:
         with failing_together(world):

@@ -20,6 +20,7 @@ from etude.distributed import World, before_joining, launcher
 from etude.experiment.build import build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.opened import joined_world
+from etude.experiment.python_run import PythonRun, python_run
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer
 
@@ -61,7 +62,7 @@ def train_experiment(
             if isinstance(experiment, ExperimentConfig)
             else load_experiment_config(experiment, overrides=overrides)
         )
-    with joined_world(config) as world:
+    with joined_world(config.training.device) as world:
         folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
         folder.place_checkpoints(config.training.checkpoint_dir)
         with _held(folder, world):
@@ -79,32 +80,52 @@ def train_experiment(
                 raise
 
 
-def resume_run(run_dir: str | Path, overrides: Sequence[str] = (), *, progress: bool = True) -> RunOutcome:
+def resume_run(
+    run_dir: str | Path, overrides: Sequence[str] = (), *, progress: bool = True, import_class: bool = False
+) -> RunOutcome:
     """Continue a run from its newest intact checkpoint, or from the start if it has none yet.
 
-    Raises RunFolderError if the run is finished and the overrides do not make it longer.
+    A run made in Python is made again from what its config.yaml records: `import_class` allows to import and run the
+    code named there. Raises RunFolderError if the run is finished and the overrides do not make it longer.
     """
     with before_joining():
         folder = RunFolder.open(run_dir)
-        folder.check_rebuildable()
-        config = load_config(folder.config_path, overrides=overrides, announce=True)
+        if (python := python_run(folder, overrides, import_class)) is None:
+            config = load_config(folder.config_path, overrides=overrides, announce=True)
+    if python is not None:
+        return _resume_python(python, overrides, progress)
     before = folder.checkpoints_path
     folder.place_checkpoints(config.training.checkpoint_dir)
-    with joined_world(config) as world, _held(folder, world):
+    with joined_world(config.training.device) as world, _held(folder, world):
         world.attempt(lambda: _take_checkpoints(folder, before), here=world.is_main)
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
         if path := world.share_text(str(found or "")):
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
-        clock = trainer.state.clock
-        end = folder.read_result().get("step", 0) if not overrides else trainer.total_steps
-        if folder.is_finished and (end is None or clock.step >= end):
-            raise RunFolderError(
-                f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, use "
-                f"`etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}`"
-            )
+        _refuse_finished(trainer, folder, overrides)
         return _run(trainer, folder)
+
+
+def _resume_python(run: PythonRun, overrides: Sequence[str], progress: bool) -> RunOutcome:
+    with joined_world(run.device) as world:
+        if not find_checkpoints(run.folder.checkpoints_path):  # the first weights were made by the script
+            raise RunFolderError(f"{run.folder.path} has no checkpoint yet; start its script again")
+        trainer = run.trainer(world, progress)
+        _refuse_finished(trainer, run.folder, overrides, " --import-class")
+        outcome = _run(trainer, run.folder)
+        outcome.resume_command += " --import-class"
+        return outcome
+
+
+def _refuse_finished(trainer: Trainer, folder: RunFolder, overrides: Sequence[str], switch: str = "") -> None:
+    clock = trainer.state.clock
+    end = folder.read_result().get("step", 0) if not overrides else trainer.total_steps
+    if folder.is_finished and (end is None or clock.step >= end):
+        raise RunFolderError(
+            f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, use "
+            f"`etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}{switch}`"
+        )
 
 
 def _run(trainer: Trainer, folder: RunFolder) -> RunOutcome:

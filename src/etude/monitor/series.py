@@ -57,9 +57,7 @@ class RunMetrics:
 
     def names(self, *splits: str) -> list[str]:
         """Return the names of the metrics, in the order of their first record."""
-        chosen = splits or SPLITS
-        found = dict.fromkeys(name for split in chosen for record in self._records[split] for name in record)
-        return [name for name in found if name not in _PLACES and self._is_number(name)]
+        return list(dict.fromkeys(name for split in splits or SPLITS for name in self._names[split]))
 
     def series(self, name: str, x: str = "step", split: str | None = None) -> Series:
         """Return a metric: of log points, or else of validations or of epochs, unless a split is named.
@@ -123,9 +121,17 @@ class RunMetrics:
             paused += np.where(times >= when, seconds, 0.0)
         return times - self.began - paused
 
-    def _is_number(self, name: str) -> bool:
-        values = (record[name] for records in self._records.values() for record in records if name in record)
-        return isinstance(next(values), (int, float, type(None)))
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for split, records in self._records.items():
+            first: dict[str, Any] = {}
+            for record in records:
+                if not record.keys() <= first.keys():
+                    first |= {name: value for name, value in record.items() if name not in first}
+            numbers = [name for name, one in first.items() if isinstance(one, (int, float, type(None)))]
+            found[split] = [name for name in numbers if name not in _PLACES]
+        return found
 
 
 def read_all(path: Path) -> list[dict[str, Any]]:

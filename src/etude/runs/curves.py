@@ -58,7 +58,7 @@ def draw(
         text.append_text(canvas.row(row, braille))
         text.rstrip()
         text.append("\n")
-    first, last = _short(left), f"{_short(right)} {x_label}".rstrip()
+    first, last = _place(left), f"{_place(right)} {x_label}".rstrip()
     text.append(f"{'':{margin}}{first}{last:>{max(1, columns - len(first))}}\n", "dim")
     for line in _remarks(curves, points, log):
         text.append(f"{line}\n", "dim")
@@ -150,6 +150,10 @@ def _unscaled(value: float, log: bool) -> float:
 
 def _short(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _place(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e12 else _short(value)
 
 
 def _remarks(curves: Sequence[Series], points: Sequence[tuple[Array, Array]], log: bool) -> list[str]:

@@ -58,11 +58,13 @@ class Output:
         overwrite: bool = False,
         resume: bool = False,
         whole_config: Mapping[str, Any] | None = None,
+        recipe: Mapping[str, Any] | None = None,
     ) -> None:
         """Create the folder if there is none; nothing is written into it yet.
 
         `progress` shows a live display, or is a callback that does. `overwrite` and `resume` tell what to do with an
-        existing run. `whole_config` is the config from which the run can be rebuilt, if there is one.
+        existing run. `whole_config` is the config from which the run can be rebuilt, if there is one; `recipe` is what
+        the trainer was given, by `etude.trainer.recipe`.
         """
         _check_switches(output_dir, config, overwrite, resume)
         if machine.world.is_main:
@@ -78,6 +80,7 @@ class Output:
         self._came_from: Path | None = None
         self._last_weights: dict[str, Tensor] | None = None
         self._whole_config = None if whole_config is None else dict(whole_config)
+        self._recipe = dict(recipe or {})
         self._overwrite = overwrite
         self._goes_on = resume
         display = ProgressDisplay() if progress is True else progress or None
@@ -227,7 +230,7 @@ class Output:
 
     def _described(self, config: TrainerConfig) -> dict[str, Any]:
         """Return the config of the run: the complete one, or what is known of it in Python."""
-        own = {"name": self.name, "training": plain(config)}
+        own = {"name": self.name, "training": plain(config), **({"python": self._recipe} if self._recipe else {})}
         return own if self._whole_config is None else self._whole_config
 
     # ------------------------------------------------------------------------------------------------ continuing

@@ -42,6 +42,7 @@ from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
 from etude.trainer.output import Folder, Output
+from etude.trainer.recipe import recipe_of
 from etude.trainer.sanity_check import check_validation
 
 logger = logging.getLogger("etude")
@@ -154,7 +155,13 @@ class Trainer:
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
-        self.output = Output(output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config)
+        others = {"task": task, "metrics": metrics, "curriculum": curriculum, "callbacks": callbacks, **modalities}
+        chosen = {"optimizer": optimizer, "scheduler": scheduler, "loss": loss, "val_loss": val_loss}
+        given = {"train_loader": train_loader, "val_loader": val_loader, **chosen, **others}
+        recipe = recipe_of(model, self.config, given) if output_dir is not None and whole_config is None else None
+        self.output = Output(
+            output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config, recipe
+        )
         listed = *own, *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
