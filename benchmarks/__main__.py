@@ -22,6 +22,7 @@ BENCHMARKS = {
     "optim": ("--rounds=2",),
     "metrics": (),
     "gradient_monitor": (),
+    "sinks": (),
     "linear_ce": (),
     "meaningful": (),
     "multi_task": (),

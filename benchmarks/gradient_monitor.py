@@ -133,7 +133,7 @@ def row_of(name: str, work: tuple[Callable[[], nn.Module], object, SupervisedTas
     both = microseconds(lambda: monitor.check(step.model), step, 5 * rounds)
     report = step([batch])
     idle = GradientMonitor(every=10**9)
-    step.watchers = [idle.on_gradients]
+    step.watchers = [(1, idle.on_gradients)]
     step([batch])
     gradients = idle._gradients
     assert gradients is not None

@@ -201,6 +201,14 @@ def test_gradient_monitor(tmp_path):
         assert row["look µs"] > 0
 
 
+def test_sinks(tmp_path):
+    (rows,) = run("sinks", tmp_path)
+    names = [row["sinks"] for row in rows if "step µs" in row or "+µs" in row]
+    assert names.count("none") == names.count("prometheus") == 2
+    assert sum(name.startswith("all ") for name in names) == 2
+    assert all(row["step µs"] > 100 for row in rows if row["sinks"] == "none")
+
+
 def test_metrics(tmp_path):
     updates, areas, validation = run("metrics", tmp_path, {"torchmetrics, 64 × 10", "torchmetrics, 64 × 20"})
     assert [row["update"].partition(",")[0] for row in updates] == ["Etude", "argmax and bincount"] * 2

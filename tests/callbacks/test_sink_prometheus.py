@@ -14,7 +14,6 @@ from torch import nn
 import etude
 from etude.callbacks import Callback, PrometheusExporter
 from etude.core import ConfigError
-from etude.monitor import StepsLogged
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -45,7 +44,7 @@ class Scrapes(Callback):
         pass
 
     def on_epoch_end(self, epoch, logs):
-        is_there = lambda found: len(self.exporter._metrics) == 3 and self.exporter._metrics["epoch"].epoch == epoch
+        is_there = lambda found: len(self.exporter._metrics) == 2 and self.exporter._metrics["epoch"].epoch == epoch
         self.found.append(scrape_when(self.exporter, is_there))
         self.port = self.exporter._server.server_port
 
@@ -114,7 +113,7 @@ def test_hostile_names_are_escaped():
     run = etude.callbacks.RunInfo(hostile, nn.Linear(1, 1), None, clock, torch.device("cpu"), None, None, None, None)
     exporter.on_train_begin(run)
     values = {hostile: 1.5, "nan": float("nan"), "inf": float("inf"), "minus": float("-inf")}
-    exporter.receive(StepsLogged(time=1.0, metrics=values))
+    exporter.on_log(values)
     found = scrape_when(exporter, lambda found: ("etude_metric", "train", hostile) in found)
     one = found["etude_metric", "train", hostile]
     assert (one.value, one.labels["run"]) == (1.5, hostile)

@@ -84,11 +84,12 @@ class EventCallback(Callback):
 
     def on_log(self, record: Logs) -> None:
         """Pass on a log point, and updates that were skipped."""
-        place = self._place() | {"step": int(record.get("step", self._clock.step))}
-        self.receive(StepsLogged(**place, metrics=record))
+        now, step = round(time.time(), 3), int(record.get("step", self._clock.step))
+        self.receive(StepsLogged(time=now, step=step, epoch=self._epoch, metrics=record))
         if skipped := int(record.get("skipped", 0)):
             words = f"{skipped} update{'s' * (skipped > 1)} not finite and skipped"
-            self.receive(Recovered(**place, message=words, facts={"skipped": skipped}))
+            facts = {"skipped": skipped}
+            self.receive(Recovered(time=now, step=step, epoch=self._epoch, message=words, facts=facts))
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
         """Pass on a validation and its matrices."""

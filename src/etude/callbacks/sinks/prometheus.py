@@ -14,8 +14,8 @@ from etude.callbacks.sinks.base import SinkCallback, scalars
 from etude.config.registry import register
 from etude.core import Clock
 from etude.core.arguments import checked
-from etude.engine.callback import RunInfo
-from etude.monitor.events import CheckpointSaved, Event, MetricsEvent, RunStarted, Warned
+from etude.engine.callback import Logs, RunInfo
+from etude.monitor.events import CheckpointSaved, Event, MetricsEvent, RunStarted, StepsLogged, Warned
 
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,7 +41,9 @@ class PrometheusExporter(SinkCallback):
         self._thread = threading.Thread()
         self._start = RunStarted(time=0.0)
         self._metrics: dict[str, MetricsEvent] = {}
-        """The last log point, validation and epoch."""
+        """The last validation and epoch."""
+        self._record: Logs = {}
+        """The last log point."""
         self._checkpoint_time = math.nan
         self._warnings = 0
         self._is_validating = False
@@ -53,14 +55,20 @@ class PrometheusExporter(SinkCallback):
 
     def begin(self, run: RunInfo) -> None:
         """Forget an earlier run."""
-        self._metrics, self._warnings, self._checkpoint_time, self._is_validating = {}, 0, math.nan, False
+        self._metrics, self._record = {}, {}
+        self._warnings, self._checkpoint_time, self._is_validating = 0, math.nan, False
         self._seen = run.clock.step, time.time()
+
+    def on_log(self, record: Logs) -> None:
+        """Keep the record; it is put into words when somebody asks."""
+        if self._worker is not None:
+            self._record = record
 
     def on_validation_begin(self, epoch: int) -> None:
         """Show that no steps are taken now."""
         self._is_validating = True
 
-    def on_validation_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
+    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
         """Show the metrics."""
         self._is_validating = False
         super().on_validation_end(epoch, metrics)
@@ -125,7 +133,8 @@ class PrometheusExporter(SinkCallback):
         ):
             if value is not None:
                 yield from _gauge(f"etude_{name}", help_, [(run, value)])
-        found = {tag: value for event in list(self._metrics.values()) for tag, value in scalars(event).items()}
+        events = [StepsLogged(time=0.0, metrics=self._record), *list(self._metrics.values())]
+        found = {tag: value for event in events for tag, value in scalars(event).items()}
         metrics = [
             ({**run, "group": tag.partition("/")[0], "name": tag.partition("/")[2]}, value)
             for tag, value in found.items()

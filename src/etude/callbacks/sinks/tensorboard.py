@@ -84,7 +84,8 @@ class TensorBoardLogger(SinkCallback):
 
     def on_log(self, record: Logs) -> None:
         """Pass on histograms, where the host waits for the device anyway, and the log point."""
-        self._read()
+        if self._pending:
+            self._read()
         super().on_log(record)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
