@@ -107,8 +107,8 @@ class EventCallback(Callback):
 
     def on_notice(self, message: str, facts: Mapping[str, Any]) -> None:
         """Pass on a message: a warning, or the kind of event that its facts name."""
-        others = {key: value for key, value in facts.items() if key not in ("event", "step")}
-        place = self._place() | {"step": facts.get("step", self._clock.step)}
+        others = {key: value for key, value in facts.items() if key not in ("event", "step", "epoch")}
+        place = self._place() | {key: facts[key] for key in ("step", "epoch") if key in facts}
         match facts.get("event", "warning"):
             case "warning":
                 self.receive(Warned(**place, message=message, facts=others))

@@ -19,7 +19,7 @@ from etude.experiment.config import ExperimentConfig, load_config
 from etude.experiment.load import read_weights
 from etude.experiment.python_run import ONLY_TRAINING, PythonRun, python_run
 from etude.monitor import RunFolder
-from etude.trainer import Trainer, resolve_device
+from etude.trainer import Trainer, TrainerConfig, resolve_device
 
 logger = logging.getLogger("etude")
 
@@ -131,7 +131,7 @@ class OpenedRun:
 
 def _not_trained(config: ExperimentConfig) -> ExperimentConfig:
     """Return a config without what only training uses, of which warnings would be irrelevant."""
-    training = config.training
+    training: TrainerConfig = config.sections["training"]
     defaults = {name: type(training).model_fields[name].default for name in ONLY_TRAINING}
     training = training.model_copy(update={**defaults, "save_checkpoints": False})
     return replace(config, sections={**config.sections, "scheduler": None, "training": training})
