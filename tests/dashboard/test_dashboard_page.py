@@ -267,9 +267,9 @@ def test_compare_shows_only_what_differs(page, server):
     expect(table).to_contain_text("commit")
     page.get_by_role("tab", name="Table").click()
     expect(page.locator(".table-row")).to_have_count(7)
-    page.get_by_role("columnheader", name="optimizer.learning_rate").click()
+    page.get_by_role("columnheader", name="learning_rate").click()
     expect(page.locator(".table-row").last).to_contain_text("0.3")
-    page.get_by_role("columnheader", name="optimizer.learning_rate").click()
+    page.get_by_role("columnheader", name="learning_rate").click()
     expect(page.locator(".table-row").first).to_contain_text("0.3")
 
 

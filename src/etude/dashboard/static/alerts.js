@@ -40,7 +40,7 @@ export function alertsPage() {
     input.focus();
   } }, one)));
   const [rules, fired] = [h("div", { class: "rules" }), h("div", { class: "fired" })];
-  const element = h("div", { class: "alerts-page" }, h("section", { class: "card part" }, h("header", {}, h("h3", {}, "Rules")), form, examples, rules), h("section", { class: "card part" }, h("header", {}, h("h3", {}, "Fired")), fired));
+  const element = h("div", { class: "alerts-page" }, h("section", { class: "card part" }, h("header", {}, h("h2", {}, "Rules")), form, examples, rules), h("section", { class: "card part" }, h("header", {}, h("h2", {}, "Fired")), fired));
   on("sse-alert", (one) => {
     data.alerts = [one, ...(data.alerts ?? [])].slice(0, 200);
     if (view.tab !== "alerts") data.fired += 1;

@@ -68,7 +68,7 @@ export class Chart {
     this.bigger = iconButton("expand", "Larger or smaller", () => set({ big: view.big === spec.id ? "" : spec.id }));
     const title = h("h3", { title: spec.title }, spec.title);
     const tools = h("div", { class: "tools" }, this.log, spec.small ? null : this.bigger, chartMenu(this));
-    this.element = h("section", { class: "chart", "aria-label": `Chart of ${spec.title}`, dataset: { chart: spec.id } },
+    this.element = h("section", { class: "chart", "aria-label": `Chart of ${spec.about ?? spec.title}`, dataset: { chart: spec.id } },
       h("header", {}, title, this.note, this.readout, tools), this.body);
     charts.add(this);
     visible.observe(this.body);

@@ -31,7 +31,7 @@ export function diffPage() {
   const show = (runs) => {
     const all = [["Config", found.config], ["Environment", found.env], ["Code", found.git]];
     const isSame = all.every(([, rows]) => !rows?.length);
-    const head = h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, h("button", { type: "button", class: "name", title: run.id, onclick: () => openRun(run.id) }, h("i", { class: "swatch-dot", style: { "--run": colorOf(run.color ?? 0) } }), h("span", {}, `${run.name} ${place(run)}`)))));
+    const head = h("tr", {}, h("th", { scope: "col", "aria-label": "Setting" }), runs.map((run) => h("th", { scope: "col" }, h("button", { type: "button", class: "name", title: run.id, onclick: () => openRun(run.id) }, h("i", { class: "swatch-dot", style: { "--run": colorOf(run.color ?? 0) } }), h("span", {}, `${run.name} ${place(run)}`)))));
     const best = h("tr", {}, h("th", { scope: "row" }, "best"), runs.map((run) => h("td", {}, num(valueOf(run, "best")))));
     fillOnce(element, JSON.stringify([found, runs.map((run) => [run.id, run.color, valueOf(run, "best")]), document.documentElement.dataset.theme]), () => [h("div", { class: "card diff-box", tabindex: "0", "aria-label": "Differences" }, h("table", { class: "diff-table" }, h("thead", {}, head), h("tbody", {}, best, all.flatMap(([title, rows]) => rowsOf(title, rows, runs.length))))),
       isSame ? h("p", { class: "nothing" }, "Config, environment and code are the same.") : null]);

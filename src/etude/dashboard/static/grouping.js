@@ -70,12 +70,14 @@ export function listed() {
   return some.sort((a, b) => isLate(a) - isLate(b) || sign * compare(valueOf(a, key), valueOf(b, key)) || compare(a.id, b.id));
 }
 
-let cached = { key: "", keys: [] };
-/** Return the keys of configs in which the runs differ, without those that always do. */
-export function differing() {
-  const runs = [...data.runs.values()].filter((run) => view.archived || !run.archived);
-  const key = `${runs.length} ${runs[0]?.id} ${runs.at(-1)?.id} ${view.archived}`;
-  if (cached.key === key) return cached.keys;
+/** All runs that may be listed. */
+export const present = () => [...data.runs.values()].filter((run) => view.archived || !run.archived);
+
+const cached = new Map();
+/** Return the keys of configs in which runs differ: first those that all of them have. */
+export function differing(runs) {
+  const key = runs.map((run) => run.id).sort().join("\n");
+  if (cached.has(key)) return cached.get(key);
   const seen = new Map();
   for (const run of runs) {
     for (const [name, value] of Object.entries(run.config ?? {})) {
@@ -85,8 +87,10 @@ export function differing() {
     }
   }
   const isIn = (values) => [...values.values()].reduce((a, b) => a + b, 0);
-  const keys = [...seen].filter(([name, values]) => (values.size > 1 || isIn(values) < runs.length) && runs.length > 1 && name !== "name").map(([name]) => name).sort();
-  cached = { key, keys };
+  const differs = [...seen].filter(([name, values]) => (values.size > 1 || isIn(values) < runs.length) && runs.length > 1 && name !== "name");
+  const keys = differs.map(([name, values]) => ({ name, isRare: isIn(values) < runs.length })).sort((a, b) => a.isRare - b.isRare || a.name.localeCompare(b.name)).map(({ name }) => name);
+  if (cached.size > 20) cached.clear();
+  cached.set(key, keys);
   return keys;
 }
 
@@ -94,7 +98,7 @@ export function differing() {
 export function groupOf(run) {
   if (!run || !view.group) return "";
   const value = valueOf(run, view.group);
-  return `${view.group.split(".").at(-1)} = ${plain(value)}`;
+  return Object.hasOwn(OWN, view.group) ? plain(value || null) : `${view.group.split(".").at(-1)} = ${plain(value)}`;
 }
 
 /** Return rows of the list: runs, or headers with the runs below them. */

@@ -33,7 +33,7 @@ function mapOf(run) {
 function card(run) {
   const found = mapOf(run);
   const body = found?.map?.rows.length ? drawn(found.map) : h("p", { class: "nothing" }, found?.error ?? (found?.map ? "no layers recorded" : "loading …"));
-  return h("section", { class: "card heat", "aria-label": `Layers of ${run.name}` }, h("header", {}, h("i", { class: "swatch-dot", style: { "--run": colorOf(run.color ?? 0) } }), h("h3", {}, run.name), h("span", { class: "muted" }, place(run)), found?.map?.rows.length ? [legend(found.map), menu(run, found.map)] : null), body);
+  return h("section", { class: "card heat", "aria-label": `Layers of ${run.name}` }, h("header", {}, h("i", { class: "swatch-dot", style: { "--run": colorOf(run.color ?? 0) } }), h("h2", {}, run.name), h("span", { class: "muted" }, place(run)), found?.map?.rows.length ? [legend(found.map), menu(run, found.map)] : null), body);
 }
 
 const heightOf = (map) => Math.min(Math.max(map.rows.length * 15, 90), 900);

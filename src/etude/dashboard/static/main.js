@@ -5,7 +5,7 @@ import { makeBar } from "./bar.js";
 import { redraw, refresh } from "./chart.js";
 import { curvesPage } from "./curves.js";
 import { fill, fillOnce, h, icon, iconButton, toast } from "./dom.js";
-import { differing } from "./grouping.js";
+import { differing, present } from "./grouping.js";
 import { help, keys } from "./keys.js";
 import { pages } from "./pages.js";
 import { isDark } from "./palette.js";
@@ -92,7 +92,7 @@ function options(select, entries, value) {
 }
 
 function drawSideTools() {
-  const keys = differing().map((key) => [key, key]);
+  const keys = differing(present()).map((key) => [key, key]);
   const own = [["started", "started"], ["name", "name"], ["state", "state"], ["progress", "progress"], ["eta", "time left"], ["best", "best"], ["last", "last"], ["duration", "duration"], ["step", "step"], ["tags", "tags"]];
   options(by("sort"), [...own, ...keys], view.sort.replace(/^-/, ""));
   options(by("group"), [["", "nothing"], ["name", "name"], ["folder", "folder"], ["state", "state"], ["tags", "tags"], ...keys], view.group);

@@ -122,7 +122,7 @@ function card(run, name, step) {
   const steps = indexOf(run).find((one) => one.name === name)?.steps ?? [];
   const own = steps.filter((one) => one <= step).at(-1) ?? steps[0];
   const record = once(records, `${run.id}\n${name}\n${own}`, "media", { run: run.id, name, step: own });
-  return h("section", { class: "card medium", "aria-label": `${name} of ${run.name}` }, h("header", {}, h("i", { class: "swatch-dot", style: { "--run": colorOf(run.color ?? 0) } }), h("h3", {}, run.name), h("span", { class: "muted" }, place(run)), h("span", { class: "push muted" }, record?.media === "matrix" ? "rows true, columns predicted · " : "", `step ${num(own)}`), isMatrix(record) ? menu(name, Array.isArray(record.data) ? { matrix: record.data } : record.data) : null), shown(run, record));
+  return h("section", { class: "card medium", "aria-label": `${name} of ${run.name}` }, h("header", {}, h("i", { class: "swatch-dot", style: { "--run": colorOf(run.color ?? 0) } }), h("h2", {}, run.name), h("span", { class: "muted" }, place(run)), h("span", { class: "push muted" }, record?.media === "matrix" ? "rows true, columns predicted · " : "", `step ${num(own)}`), isMatrix(record) ? menu(name, Array.isArray(record.data) ? { matrix: record.data } : record.data) : null), shown(run, record));
 }
 
 const NOTHING = () => h("div", { class: "hint" }, h("h2", {}, "No texts or matrices"), h("p", {}, "Runs with the metric confusion_matrix or the callback text_samples have them, and callbacks that call publish."));

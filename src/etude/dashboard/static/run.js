@@ -56,7 +56,7 @@ export function runPage() {
   const kinds = h("select", { "aria-label": "Kinds of events", onchange: () => draw() });
   const eventBox = h("div", { class: "events-box", tabindex: "0", "aria-label": "Events" });
   const list = new Rows(eventBox, 26, eventRow);
-  const section = (title, tools, body, name) => h("section", { class: `card part part-${name}` }, h("header", {}, h("h3", {}, title), h("span", { class: "push" }, tools)), body);
+  const section = (title, tools, body, name) => h("section", { class: `card part part-${name}` }, h("header", {}, h("h2", {}, title), h("span", { class: "push" }, tools)), body);
   const parts = h("div", { class: "run-parts" }, section("Events", kinds, eventBox, "events"), section("Config", search, configBox, "config"), section("Environment", null, [envBox, gitBox], "env"));
   const page = h("div", { class: "run-page" }, head, factBox, parts);
   const nothing = h("div", { class: "hint" }, h("h2", {}, "No run is open"), h("p", {}, "Click on the name of a run."));

@@ -1,7 +1,7 @@
 // The list of runs at the side, and the same as a table. Only rows on the screen are in the page.
 
 import { post } from "./api.js";
-import { fill, h, icon, iconButton, toast } from "./dom.js";
+import { fillOnce, h, icon, iconButton, toast } from "./dom.js";
 import { duration, num, percent, plain, when } from "./format.js";
 import { differing, groupColor, listed, rows, summary, valueOf } from "./grouping.js";
 import { colorOf } from "./palette.js";
@@ -95,7 +95,7 @@ function card({ run, group, runs, inGroup }) {
     return h("div", { class: "run group", role: "listitem", dataset: { row: `group:${group}` } }, checkGroup(group, runs),
       h("button", { type: "button", class: "name", dataset: { key: "name" }, "aria-expanded": String(!isClosed), onclick: () => fold(`group:${group}`) }, h("span", { class: isClosed ? "fold" : "fold is-open" }, icon("chevron")), h("span", {}, group), h("small", {}, ` ${runs.length}`)),
       h("span", { class: "value", title: "mean of the best values" }, found ? num(found.mean) : "–"),
-      h("div", { class: "under" }, h("span", { class: "muted" }, found ? `${num(found.min)} … ${num(found.max)}` : "")));
+      h("div", { class: "under" }, h("span", { class: "muted" }, found?.count > 1 ? `${num(found.min)} … ${num(found.max)}` : "")));
   }
   const best = valueOf(run, "best");
   const isFocus = view.focus === run.id;
@@ -178,21 +178,31 @@ export class RunTable {
     this.element = h("div", { class: "table-view" }, this.box);
   }
   draw() {
-    const extra = differing().slice(0, 40).map((key) => [key, key, Math.min(200, Math.max(90, 7 * key.length + 30)), (run) => plain(run.config?.[key]), typeof [...data.runs.values()].find((run) => run.config?.[key] != null)?.config[key] === "number" ? "n" : ""]);
-    this.columns = [...COLUMNS, ...extra];
+    const runs = listed();
+    const keys = differing(runs).slice(0, 40);
+    const ends = keys.map((key) => key.split(".").at(-1));
+    const extra = keys.map((key, i) => {
+      const label = ends.filter((one) => one === ends[i]).length > 1 ? key.split(".").slice(-2).join(".") : ends[i];
+      const isNumber = typeof runs.find((run) => run.config?.[key] != null)?.config[key] === "number";
+      return [key, label, Math.min(200, Math.max(84, 7 * label.length + 34)), (run) => plain(run.config?.[key]), isNumber ? "n" : ""];
+    });
+    const after = COLUMNS.findIndex(([key]) => key === "last") + 1;
+    const isLive = runs.some((run) => run.left_s != null);
+    this.columns = COLUMNS.toSpliced(after, 0, ...extra).filter(([key]) => key !== "eta" || isLive);
     const sorted = view.sort.replace(/^-/, "");
     this.box.style.setProperty("--columns", `34px ${this.columns.map((one) => `${one[2]}px`).join(" ")} 40px`);
-    fill(this.head, h("span", { role: "columnheader" }), this.columns.map(([key, label, , , kind]) => h("button", {
-      type: "button", role: "columnheader", class: kind ?? "", title: key, "aria-sort": sorted !== key ? "none" : view.sort.startsWith("-") ? "descending" : "ascending",
-      onclick: () => set({ sort: view.sort === key ? `-${key}` : key }) }, label.split(".").slice(-2).join("."), sorted === key ? (view.sort.startsWith("-") ? " ↓" : " ↑") : "")));
+    const isDown = view.sort.startsWith("-");
+    const header = ([key, label, , , kind]) => h("span", { role: "columnheader", "aria-sort": sorted !== key ? "none" : isDown ? "descending" : "ascending" },
+      h("button", { type: "button", class: kind ?? "", title: key, onclick: () => set({ sort: view.sort === key ? `-${key}` : key }) }, label, sorted === key ? (isDown ? " ↓" : " ↑") : ""));
+    fillOnce(this.head, JSON.stringify([this.columns, view.sort]), () => [h("span", { role: "columnheader", "aria-label": "Shown" }), this.columns.map(header), h("span", { role: "columnheader", "aria-label": "Archive" })]);
     this.rows.show(rows());
   }
   row({ run, group, runs }) {
     if (group != null) {
       const found = summary(runs);
-      return h("div", { class: "table-row group", role: "row", dataset: { row: `group:${group}` } }, h("span", {}, checkGroup(group, runs)), h("span", { class: "wide" }, `${group} · ${runs.length} runs`, found ? ` · best ${num(found.mean)} (${num(found.min)} … ${num(found.max)})` : ""));
+      return h("div", { class: "table-row group", role: "row", dataset: { row: `group:${group}` } }, h("span", { role: "cell" }, checkGroup(group, runs)), h("span", { class: "wide", role: "cell" }, `${group} · ${runs.length} run${runs.length > 1 ? "s" : ""}`, found ? ` · best ${num(found.mean)}${found.count > 1 ? ` (${num(found.min)} … ${num(found.max)})` : ""}` : ""));
     }
     return h("div", { class: `table-row${view.focus === run.id ? " is-focus" : ""}`, role: "row", dataset: { row: run.id, run: run.id } }, h("span", { role: "cell" }, check(run)),
-      this.columns.map(([, , , show, kind]) => h("span", { class: kind ?? "", role: "cell" }, show(run))), h("span", {}, archiver(run)));
+      this.columns.map(([, , , show, kind]) => h("span", { class: kind ?? "", role: "cell" }, show(run))), h("span", { role: "cell" }, archiver(run)));
   }
 }

@@ -35,7 +35,7 @@ function specOf(task, measure, metrics) {
   const sources = () => chosen().flatMap((run) => metrics.filter(({ split, name }) => (run.names?.[split] ?? []).includes(name))
     .map(({ split, name }) => ({ run: run.id, split, name, dash: split === "val" && metrics.length > 1 ? DASH : undefined })));
   const weight = () => focused()?.metrics?.[`${task}/weight`];
-  return { id: `task:${task}/${measure}`, title: task, small: true, sources, note: () => (measure === "loss" && weight() != null ? `weight ${num(weight(), 3)}` : null) };
+  return { id: `task:${task}/${measure}`, title: task, about: `${measure} of ${task}`, small: true, sources, note: () => (measure === "loss" && weight() != null ? `weight ${num(weight(), 3)}` : null) };
 }
 
 /** One chart for each run with the weights of all its tasks. */
@@ -43,7 +43,7 @@ function weightsOf(run, tasks) {
   const own = [...tasks.keys()].filter((task) => (run.names?.train ?? []).includes(`${task}/weight`));
   if (!own.length) return null;
   const sources = () => own.map((task, i) => ({ run: run.id, split: "train", name: `${task}/weight`, color: colorOf(i), label: task }));
-  return { id: `weights:${run.id}`, title: `${run.name} ${place(run)}`.trim(), alone: true, sources };
+  return { id: `weights:${run.id}`, title: `${run.name} ${place(run)}`.trim(), about: `weights of ${run.name}`, alone: true, sources };
 }
 
 export function tasksPage() {
