@@ -1,6 +1,7 @@
 """The page while things change: new points, resumes, new runs, a server that ends; small screens and many runs."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -46,6 +47,20 @@ def test_new_points_appear_within_a_second_and_nothing_is_fetched_again(page, li
     assert asked == []
 
 
+def test_points_written_while_a_curve_is_fetched_are_not_lost(page, live):
+    server, folder = live
+
+    def late(route):  # the answer is old when it arrives, and the stream has begun after what it lacks
+        answer = route.fetch()
+        write_lines(folder / "metrics.jsonl", [train_record(101, 8.0)], "a")
+        page.wait_for_timeout(1000)
+        route.fulfill(response=answer)
+
+    page.route("**/api/series?*name=loss&*", late, times=1)
+    open_at(page, server)
+    hover_until(page, "loss", 0.9995, r"step 101\b.*\s8\b")
+
+
 def test_new_events_and_runs_appear(page, live, tmp_path):
     server, folder = live
     open_at(page, server, tab="run", focus="now")
@@ -67,6 +82,21 @@ def test_a_resume_replaces_the_curve(page, live):
     write_lines(shorter, [train_record(step, 3.0) for step in range(1, 61)])
     shorter.replace(folder / "metrics.jsonl")
     hover_until(page, "loss", 0.999, r"step 60\b.*\s3\b")
+
+
+def test_a_resume_that_nobody_saw_replaces_the_curve(page, live):
+    server, folder = live
+    open_at(page, server)
+    assert "step 100" in hover(page, plot(page), 0.999)
+    page.locator("#list input").uncheck()
+    expect(page.locator(".hint")).to_contain_text("No run is selected")
+    longer = folder / "other.jsonl"
+    write_lines(longer, [train_record(step, 3.0) for step in range(1, 151)])
+    longer.replace(folder / "metrics.jsonl")
+    resume = {"kind": "resume", "time": time.time(), "step": 50, "epoch": 0, "resumed": True}
+    write_lines(folder / "events.jsonl", [resume], "a")
+    page.locator("#list input").check()
+    hover_until(page, "loss", 0.5, r"step 7\d\b.*\s3\b")
 
 
 def test_a_server_that_is_gone_is_said_and_found_again(page, tmp_path):
@@ -175,7 +205,8 @@ def test_a_run_of_a_trainer_is_shown_whole(page, tmp_path):
         tip = hover(page, plot(page), 0.999)
         losses = values(tmp_path / "real", "loss")
         assert "step 36" in tip
-        assert f"{losses[36]:.4f}"[:5] in tip
+        shown = [float(one) for one in re.findall(r"\d+\.\d+", tip)]
+        assert any(one == pytest.approx(losses[36], rel=1e-3) for one in shown), (tip, losses[36])
         page.get_by_role("tab", name="Layers").click()
         page.mouse.move(0, 0)
         page.locator(".heat canvas[role=img]").hover(position={"x": 700, "y": 5})

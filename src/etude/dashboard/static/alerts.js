@@ -7,13 +7,22 @@ import { data, emit, on, openRun, view } from "./state.js";
 
 const EXAMPLES = ["loss is nan", "no step for 10 min", "val_loss > 2 * best"];
 
+let seen = null; // when the newest alert that somebody saw fired
+
+/** Keep the alerts, newest first, and count those that nobody saw. */
+function keep(alerts) {
+  data.alerts = alerts;
+  const newest = alerts[0]?.time ?? 0;
+  if (seen === null || view.tab === "alerts") seen = newest;
+  data.fired = alerts.filter((one) => one.time > seen).length;
+  emit("alerts");
+}
+
 async function load() {
   try {
     const found = await get("alerts");
     data.rules = found.rules;
-    data.alerts = (found.alerts ?? []).toReversed();
-    data.webhook = found.webhook;
-    emit("alerts");
+    keep(found.alerts.toReversed());
   } catch {
     data.rules ??= [];
   }
@@ -23,8 +32,10 @@ async function act(body, method) {
   try {
     await post("alerts", body, method);
     await load();
+    return true;
   } catch (error) {
     toast(error.message);
+    return false;
   }
 }
 
@@ -33,7 +44,7 @@ export function alertsPage() {
   const form = h("form", { class: "rule-form", onsubmit: (event) => {
     event.preventDefault();
     const rule = input.value.trim();
-    if (rule) act({ rule }, "POST").then(() => (input.value = ""));
+    if (rule) act({ rule }, "POST").then((isDone) => isDone && (input.value = ""));
   } }, input, h("button", { class: "button main" }, "Add rule"));
   const examples = h("p", { class: "muted examples" }, "For example: ", EXAMPLES.map((one) => h("button", { type: "button", class: "mini mono", onclick: () => {
     input.value = one;
@@ -42,20 +53,16 @@ export function alertsPage() {
   const [rules, fired] = [h("div", { class: "rules" }), h("div", { class: "fired" })];
   const element = h("div", { class: "alerts-page" }, h("section", { class: "card part" }, h("header", {}, h("h2", {}, "Rules")), form, examples, rules), h("section", { class: "card part" }, h("header", {}, h("h2", {}, "Fired")), fired));
   on("sse-alert", (one) => {
-    data.alerts = [one, ...(data.alerts ?? [])].slice(0, 200);
-    if (view.tab !== "alerts") data.fired += 1;
+    if ((data.alerts ?? []).some((other) => other.time === one.time && other.message === one.message)) return;
     toast(`Alert: ${one.message}`);
-    emit("alerts");
+    keep([one, ...(data.alerts ?? [])].slice(0, 200));
   });
   on("runs", () => data.rules ?? load());
-  on("reconnected", load);
+  on("opened", load); // an alert may have fired between two streams
   return {
     element,
     draw() {
-      if (data.fired) {
-        data.fired = 0;
-        emit("alerts");
-      }
+      if (data.fired) keep(data.alerts);
       if (!data.rules) load();
       fill(rules, (data.rules ?? []).map((rule) => h("div", { class: "rule" }, h("code", { class: "mono" }, rule), iconButton("close", `Remove the rule ${rule}`, () => act({ rule }, "DELETE")))), data.rules?.length ? null : h("p", { class: "nothing" }, "No rules yet."));
       const some = data.alerts ?? [];

@@ -1,6 +1,6 @@
 // Requests, and the one stream of new points, events and states.
 
-import { data, emit, view } from "./state.js";
+import { data, emit, on, view } from "./state.js";
 
 /** Return the answer of the server to a request; throws an error with its words. */
 export async function get(path, query = {}, { signal, method = "GET", body } = {}) {
@@ -18,12 +18,16 @@ export async function get(path, query = {}, { signal, method = "GET", body } = {
 export const post = (path, body, method = "POST") => get(path, {}, { method, body });
 
 /** Bytes of each run's metrics that the page has; the stream goes on from there. */
-export const cursors = new Map();
+const cursors = new Map();
+/** Runs for which the stream began at an unknown place: points before it may be missing. */
+const blind = new Set();
+const streams = new Set();
 let source = null;
 let listened = "";
 let wait = 500;
 let timer = 0;
 let opening = 0;
+let isBehind = false;
 
 /** Listen for the runs that are shown, if not already. */
 export function listen() {
@@ -40,7 +44,7 @@ document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     hidden = setTimeout(() => {
       isResting = true;
-      source?.close();
+      closeAll();
       source = null;
     }, HIDDEN_MS);
   } else if (isResting) {
@@ -50,35 +54,68 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 
+/** A curve has all points up to `cursor`: the stream goes on from there. */
+export function known(run, cursor) {
+  if (blind.has(run)) {
+    blind.delete(run);
+    cursors.set(run, Math.min(cursor, cursors.get(run) ?? cursor));
+    isBehind = true;
+    listen();
+  } else if (!cursors.has(run)) cursors.set(run, cursor);
+}
+
+on("sse-restart", ({ run }) => cursors.delete(run));
+
 function open(again = false) {
   const runs = (view.runs ?? []).filter((id) => data.runs.has(id));
   const wanted = runs.join("\n");
-  if (isResting || (source && wanted === listened && !again)) return;
+  if (isResting || (source && wanted === listened && !again && !isBehind)) return;
+  isBehind = false;
   clearTimeout(timer);
-  source?.close();
   listened = wanted;
   const query = new URLSearchParams();
   runs.forEach((id) => query.append("run", id));
   runs.forEach((id) => query.append("after", cursors.get(id) ?? ""));
+  blind.clear();
+  runs.filter((id) => !cursors.has(id)).forEach((id) => blind.add(id));
   source = new EventSource(`api/stream?${query}`);
-  source.onopen = () => {
+  streams.add(source);
+  follow(source);
+}
+
+function closeAll(but = null) {
+  for (const one of streams) {
+    if (one === but) continue;
+    one.close();
+    streams.delete(one);
+  }
+}
+
+/** Take what a stream says. The one before ends when the newest has begun, so that nothing is missed between them. */
+function follow(next) {
+  next.onopen = () => {
+    if (source !== next) return;
+    closeAll(next);
+    emit("opened");
     if (wait > 500) emit("reconnected");
     wait = 500;
     emit("connection", true);
   };
-  source.onerror = () => {
+  next.onerror = () => {
     // Reconnecting by itself the browser would ask for old points again.
-    source.close();
+    next.close();
+    streams.delete(next);
+    if (source !== next) return;
+    closeAll();
     source = null;
     emit("connection", false);
     timer = setTimeout(() => open(true), wait);
     wait = Math.min(wait * 2, 8000);
   };
   for (const kind of ["runs", "points", "restart", "event", "media", "alert", "removed", "exact"]) {
-    source.addEventListener(kind, (message) => {
+    next.addEventListener(kind, (message) => {
       const found = JSON.parse(message.data);
-      if (kind === "points" && found.cursor != null) cursors.set(found.run, found.cursor);
-      if (kind === "restart") cursors.delete(found.run);
+      if (kind === "points" && source === next) cursors.set(found.run, found.cursor);
       emit(`sse-${kind}`, found);
     });
   }

@@ -124,8 +124,15 @@ function firstChoice() {
   return (live.length ? live : runs).slice(0, 5).map((run) => run.id);
 }
 
+/** A resume rewrites the curve of a run; it may have happened while nobody listened. */
+function noticeResume(run) {
+  const before = data.runs.get(run.id);
+  if (before && before.resumes !== run.resumes) emit("sse-restart", { run: run.id });
+}
+
 async function loadRuns() {
   const found = await get("runs");
+  found.runs.forEach(noticeResume);
   data.root = found.root;
   data.runs = new Map(found.runs.map((run) => [run.id, run]));
   data.loaded = true;
@@ -174,6 +181,7 @@ function bind() {
   on("sse-runs", (some) => {
     for (const run of Array.isArray(some) ? some : (some.runs ?? [some])) {
       const before = data.runs.get(run.id);
+      noticeResume(run);
       data.runs.set(run.id, { ...before, ...run });
       if (!before) toast(`New run: ${run.name}`);
       if (!before && data.runs.size === 1 && !view.runs?.length) set({ runs: [run.id] });

@@ -97,7 +97,8 @@ function rateChanges(run) {
 
 on("sse-event", ({ run, record }) => {
   const found = details.get(run);
-  if (found?.events) found.events.push(record);
+  const isKnown = found?.events?.slice(-20).some((one) => one.time === record.time && one.kind === record.kind && one.message === record.message);
+  if (found?.events && !isKnown) found.events.push(record);
   emit("detail", run);
 });
 on("sse-restart", ({ run }) => forget(run));

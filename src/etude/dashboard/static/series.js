@@ -3,7 +3,7 @@
 // A set has, for every pixel or so, the smallest, largest and last value (`raw`: these are the points themselves). New
 // points come from the stream and are appended; nothing is fetched twice.
 
-import { cursors, get } from "./api.js";
+import { get, known } from "./api.js";
 import { data, emit, on } from "./state.js";
 
 const MOST = 6000; // points of a set, after which neighbours are joined
@@ -65,7 +65,7 @@ export async function load(wanted, range, pixels, signal) {
     const mine = curve(one.run, one.split, one.name);
     if (ends) mine.part = setOf(one, ends[0], ends[1]);
     else mine.full = setOf(one, null, null);
-    if (one.cursor != null && !cursors.has(one.run)) cursors.set(one.run, one.cursor);
+    if (one.exact) known(one.run, one.cursor);
     for (const record of recent.get(one.run) ?? []) add(mine, record);
   }
   for (const one of missing) one.full ??= setOf({ x: [], min: [], max: [], last: [] }, null, null);
