@@ -100,7 +100,9 @@ def test_a_hook_that_a_class_of_the_library_adds_is_one():
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_takes_the_arguments_it_is_called_with(hook, given):
     attributes = {hook: function(given)}
-    if given == (4 if hook == "on_media" else 3 if hook in TWO_ARGUMENTS else 1 if hook in NO_ARGUMENTS else 2):  # one is self
+    if given == (
+        4 if hook == "on_media" else 3 if hook in TWO_ARGUMENTS else 1 if hook in NO_ARGUMENTS else 2
+    ):  # one is self
         assert listed(**attributes).hooks(hook)
     else:
         with pytest.raises(ConfigError, match=rf"Mine\.{hook} "):

@@ -74,3 +74,10 @@ def test_the_cpu_is_measured_once_quickly_and_without_random_numbers(monkeypatch
     assert torch.equal(before, torch.get_rng_state())
     monkeypatch.setattr(torch, "mm", None)  # a second measurement would fail
     assert peak_flops(torch.device("cpu"), torch.float32) == first
+
+
+def test_a_machine_that_is_busy_for_longer_than_the_measurement_is_measured_once(monkeypatch):
+    flops._measured.cache_clear()
+    monkeypatch.setattr(flops, "MEASURE_S", 0.0)
+    assert 0 < peak_flops(torch.device("cpu"), torch.float32) < float("inf")
+    flops._measured.cache_clear()
