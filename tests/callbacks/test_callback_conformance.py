@@ -15,6 +15,7 @@ from callback_life import Life, report, tokenizer_file
 
 import etude.callbacks
 from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
+from etude.callbacks.sinks.base import SinkCallback
 from etude.config.registry import lookup, names
 from etude.core import Clock
 from etude.engine.callback import HOOKS, Callback, RunParts
@@ -272,6 +273,8 @@ def test_resumed_is_the_same_as_never_stopped(make, saved_after, tmp_path):
     state, clock, lrs = from_json(to_json(callbacks.state_dict())), life.clock.state_dict(), list(life.lrs)
     assert not callbacks.control.stop
     life.epoch(callbacks)
+    if isinstance(callback, SinkCallback) and callback._worker is not None:
+        callback._worker.stop(60.0)  # a process that dies takes its thread with it
 
     again = Life(tmp_path / "resumed", clock=Clock(**clock), resumed=True)
     RunFolder(again.folder).trim(again.clock.step)

@@ -174,7 +174,7 @@ def test_run_evaluate_and_resume(stars, tmp_path):
         assert name in outcome.metrics
     written = load_config(tmp_path / "whole" / "config.yaml")
     assert written.to_dict() == load(CONFIG).to_dict() | {"name": written.name}
-    path, numbers, _ = evaluate_run(tmp_path / "whole", split="test")
+    path, numbers, *_ = evaluate_run(tmp_path / "whole", split="test")
     assert numbers["loss_total"] == pytest.approx(
         numbers["loss_ce"] + 0.5 * numbers["loss_img"] + 0.3 * numbers["loss_sca"]
     )

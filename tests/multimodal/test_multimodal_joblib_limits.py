@@ -122,6 +122,7 @@ def test_a_flipped_bit_never_gives_another_error(tmp_path, compress, protocol, p
 
 @settings(quick, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(max_size=6)), min_size=1, max_size=6), st.integers(2, 5))
+@example(patches=[(530, b"\n")], protocol=4)
 def test_overwritten_bytes_never_give_another_error(tmp_path, patches, protocol):
     raw = bytearray(
         dumped({"a": {1, 2}, "b": SimpleNamespace(c=(1, 2.0, None)), "centroids": CENTROIDS}, 0, protocol)

@@ -43,7 +43,7 @@ def test_train_resume_evaluate_and_retention(tmp_path: Path, place: str) -> None
     steps = sorted(find_checkpoints(where))
     assert len(steps) <= 2  # the last and the best
     assert (where / "last").resolve().name == f"step-{steps[-1]:08d}"
-    path, numbers, _ = evaluate_run(run, split="validation", which="last")
+    path, numbers, *_ = evaluate_run(run, split="validation", which="last")
     assert path.resolve().parent == where
     straight = train_experiment(
         write_config(tmp_path, None), ["training.epochs=4"], run_dir=tmp_path / "straight", progress=False

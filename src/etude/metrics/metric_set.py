@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -72,6 +73,13 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
     return name if name not in taken else next(n for i in range(2, 10**6) if (n := f"{name}_{i}") not in taken)
 
 
+@dataclass(slots=True)
+class _LastFiles:
+    """Has slots, so that captured evaluations do not take what they return for state that they depend on."""
+
+    files: dict[str, str]
+
+
 class Together:
     """Metrics that are updated with the same batches; those that need the same counts share them."""
 
@@ -83,8 +91,7 @@ class Together:
         """Those that read the counts of other metrics."""
         self._may_read = False
         """Whether there are such after a reset, on every rank."""
-        self.files: dict[str, str] = {}
-        """The files of the last results, such as a confusion matrix over all ranks: name to text."""
+        self._last = _LastFiles({})
         self.reset()
 
     def update(self, predictions: Any, labels: Any) -> None:
@@ -141,10 +148,15 @@ class Together:
                     f"two metrics report '{min(twice)}'; name one of them: metrics={{'{metric.name}_2': …}}"
                 )
             found |= results
-        self.files = {name: text for metric in self.metrics.values() for name, text in metric.files().items()}
+        self._last.files = {name: text for metric in self.metrics.values() for name, text in metric.files().items()}
         if own is not None:
             self.load_state_dict(own)
         return found
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files of the last results, such as a confusion matrix over all ranks: name to text."""
+        return self._last.files
 
     def _check_labels(self) -> None:
         for metric in self.counting:

@@ -121,7 +121,10 @@ def _choose(path: Path, found: Mapping[str, Any], candidates: tuple[str, ...]) -
             return deeper[0]
     names = arrays or list(found)
     close = next(filter(None, (nearest(one, names) for one in candidates)), names[0] if names else "…")
-    holds = [f"{name!r} ({value})" if isinstance(value, str) else repr(name) for name, value in found.items()]
+    holds = [
+        f"{name!r} ({' '.join(value.split())})" if isinstance(value, str) else repr(name)
+        for name, value in found.items()
+    ]
     more = f" and {len(holds) - 12} more" if len(holds) > 12 else ""
     raise DataError(
         f"{path}: none of {', '.join(map(repr, candidates))} is an array in the file, which holds "
@@ -137,9 +140,9 @@ def _as_codebook(array: Any, where: str) -> Tensor:
         with np.errstate(over="ignore", invalid="ignore"):  # rejected below
             array = torch.from_numpy(np.array(array, np.float32, order="C"))
     if not is_real or array.is_complex() or array.dtype == torch.bool:
-        found = array.dtype if isinstance(array, (np.ndarray, Tensor)) else array
+        found = " ".join(str(array.dtype if isinstance(array, (np.ndarray, Tensor)) else array).split())
         raise DataError(
-            f"{where}: found {found!s:.60}, not real numbers; write it with numpy.savez(path, centroids=array)"
+            f"{where}: found {found:.60}, not real numbers; write it with numpy.savez(path, centroids=array)"
         )
     if array.dim() not in (1, 2) or not array.numel():
         raise DataError(f"{where}: the array has the shape {tuple(array.shape)}; a codebook is (V,) or (V, D)")

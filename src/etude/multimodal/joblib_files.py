@@ -53,7 +53,7 @@ def read_joblib(path: Path, wanted: tuple[str, ...] = ()) -> Any:
     try:
         root = _Unpickle(io.BytesIO(_content(path))).load()
     except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+        raise DataError(f"{path}: {' '.join(str(error).split())}") from None  # names in a damaged file hold anything
     if isinstance(root, _Array):
         return root.plain()
     if not (found := _parts(root)):
