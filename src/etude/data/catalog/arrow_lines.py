@@ -13,7 +13,7 @@ from etude.data.catalog.delimited import MISSING, PLAIN, Block, FileLayout
 
 MIN_BYTES = 2**25
 """Minimum file size for which pyarrow is imported."""
-SPAN_BYTES = 2**22
+SPAN_BYTES = 2**23
 """Bytes that are read in one call of pyarrow, because each call has overhead."""
 CHUNK_BYTES = 2**19
 """Bytes that pyarrow reads at a time, to fit the cache. Longer lines are left to our own reader."""

@@ -20,7 +20,8 @@ from etude.data.splits import DataSplits, TensorData
 Task = Literal["classification", "regression"]
 Missing = Literal["error", "mean", "indicator"]
 Flags = npt.NDArray[np.bool_]
-BLOCK_ROWS = 2**11
+BLOCK_VALUES = 2**19
+"""Numbers per block: with fewer, threads wait for each other between short NumPy calls; more do not fit the cache."""
 LONG_ROW = 256
 
 
@@ -42,7 +43,13 @@ class Part:
 
     def blocks(self) -> list[slice]:
         """Return its rows in blocks."""
-        return [slice(begin, min(begin + BLOCK_ROWS, self.num_rows)) for begin in range(0, self.num_rows, BLOCK_ROWS)]
+        size, rows = self.block_rows, self.num_rows
+        return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+
+    @property
+    def block_rows(self) -> int:
+        """The number of rows in a block."""
+        return max(1, BLOCK_VALUES // max(1, self.table.numbers.shape[1]))
 
     def numbers(self, block: slice) -> npt.NDArray[np.float32]:
         """Return all numbers of some of its rows, minus the table's reference."""
@@ -200,7 +207,7 @@ class FeatureColumns:
         runs = list(_runs(places, targets))
         width = part.table.numbers.shape[1]
         # Short rows are repeated: NumPy takes longer to begin a row than to compute it.
-        shift, scale = np.zeros((2, BLOCK_ROWS if width < LONG_ROW else 1, width), np.float32)
+        shift, scale = np.zeros((2, part.block_rows if width < LONG_ROW else 1, width), np.float32)
         scale[:] = 1.0
         if self._options.standardize:
             shift[:, places], scale[:, places] = self.mean - part.table.reference[places], self.std
