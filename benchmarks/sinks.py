@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.table import NOT_INSTALLED, NOT_RUN, Row, Table, progress, publish, quartiles, read_options
+from benchmarks.table import NOT_INSTALLED, Row, Table, progress, publish, quartiles, read_options
 from etude import Callback, LeNet5, Trainer
 from etude.callbacks import (
     MLflowLogger,
@@ -148,7 +148,7 @@ def rows_of(interval: int, block_steps: int, pairs: int) -> list[Row]:
                 "quartiles": f"{low:+.2f} … {high:+.2f}",
             }
         )
-    return rows + [{"sinks": name, NOT_RUN: NOT_INSTALLED} for name in SINKS if name not in there]
+    return rows + [{"sinks": name, "quartiles": NOT_INSTALLED} for name in SINKS if name not in there]
 
 
 def is_there(name: str) -> bool:
