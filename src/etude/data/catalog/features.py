@@ -49,7 +49,8 @@ class Part:
     @property
     def block_rows(self) -> int:
         """The number of rows in a block."""
-        return max(1, BLOCK_VALUES // max(1, self.table.numbers.shape[1]))
+        columns: int = self.table.numbers.shape[1]
+        return max(1, BLOCK_VALUES // max(1, columns))
 
     def numbers(self, block: slice) -> npt.NDArray[np.float32]:
         """Return all numbers of some of its rows, minus the table's reference."""
