@@ -11,15 +11,12 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order.permutation import Indices
+from etude.data.order.permutation import GOLDEN, Indices, scramble
 from etude.data.sources.base import BatchSource, MeasuredSource, OrderedSource, ResizableSource
 from etude.data.text.padding import IGNORED
 
 Words = NDArray[np.uint64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SCRAMBLE_1 = np.uint64(0xBF58476D1CE4E5B9)
-_SCRAMBLE_2 = np.uint64(0x94D049BB133111EB)
 _HALF_WORD = np.uint64(32)
 
 
@@ -30,7 +27,7 @@ def sample_keys(indices: Indices, *, epoch: int, seed: int) -> Words:
     >>> bool(a[1] == b[0]), bool(a[0] == a[1])
     (True, False)
     """
-    return _scrambled(indices.astype(np.uint64) * _GOLDEN + np.uint64(mix(seed, epoch, 7)))
+    return scramble(indices.astype(np.uint64) * GOLDEN + np.uint64(mix(seed, epoch, 7)))
 
 
 def mask_tokens(
@@ -168,7 +165,7 @@ class _Masking:
         plain = np.isin(originals, self.special, invert=True)
         places, originals = places[plain], originals[plain]
         labels[places] = originals
-        flat[places] = self._instead(originals, _scrambled(words.reshape(-1)[places] + _GOLDEN))
+        flat[places] = self._instead(originals, scramble(words.reshape(-1)[places] + GOLDEN))
         return torch.from_numpy(result), torch.from_numpy(labels.reshape(result.shape))
 
     def _instead(self, originals: NDArray[Any], words: Words) -> NDArray[Any]:
@@ -181,15 +178,4 @@ class _Masking:
 
 def _grid(keys: Words, length: int) -> Words:
     """A hash word for every position of every sample."""
-    return _scrambled(keys[:, None] + np.arange(length, dtype=np.uint64) * _GOLDEN)
-
-
-def _scrambled(words: Words) -> Words:
-    """The finalizer of splitmix64, in place: every bit of the result depends on every bit of the word."""
-    spare = np.empty_like(words)
-    for shift, factor in ((30, _SCRAMBLE_1), (27, _SCRAMBLE_2)):
-        np.right_shift(words, np.uint64(shift), out=spare)
-        np.bitwise_xor(words, spare, out=words)
-        np.multiply(words, factor, out=words)
-    np.right_shift(words, np.uint64(31), out=spare)
-    return np.bitwise_xor(words, spare, out=words)
+    return scramble(keys[:, None] + np.arange(length, dtype=np.uint64) * GOLDEN)
