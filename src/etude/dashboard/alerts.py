@@ -235,7 +235,7 @@ class Alerts:
                 latest |= record
             return [latest]
         tail.is_live = is_live
-        lines = tail.read()
+        lines = tail.new_lines()
         if tail.is_replaced:  # by a resume: these are records of before
             tail.to_end()
             return []

@@ -58,7 +58,8 @@ class AppendFile:
     def _write(self, data: bytes) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _drop_torn_line(self._descriptor)
+            if (end := last_line_end(self.path)) < os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, end)  # the rest was being written when a process died
         size = os.fstat(self._descriptor).st_size
         try:
             written = 0
@@ -142,15 +143,15 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
     return str(value)
 
 
-def _drop_torn_line(descriptor: int) -> None:
-    """Truncate an open file after its last newline: the rest was being written when a process died."""
-    size = end = os.lseek(descriptor, 0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 4096)
-        os.lseek(descriptor, start, os.SEEK_SET)
-        newline = os.read(descriptor, end - start).rfind(b"\n")
-        end = start + newline + 1
-        if newline >= 0:
-            break
-    if end < size:
-        os.ftruncate(descriptor, end)
+def last_line_end(path: Path) -> int:
+    """Return where the last whole line of a file ends; 0 if there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0

@@ -1,6 +1,5 @@
 """Find the run that a word on the command line means: a path, a name, the beginning of one, or `latest`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from etude.core.errors import RunFolderError
@@ -45,11 +44,6 @@ def find_run(word: str, root: str | Path = "runs") -> Path:
     raise RunFolderError(
         f"there is no run '{shorten(word)}' in {root}{close or '; `etude runs list` lists the runs'}"
     )
-
-
-def find_several(words: Sequence[str], root: str | Path = "runs") -> list[Path]:
-    """Return the folders of several runs."""
-    return [find_run(word, root) for word in words]
 
 
 def _is_name(word: str, name: str) -> bool:

@@ -256,15 +256,3 @@ def settings_of(start: RunStarted) -> dict[str, Any]:
     config = yaml.safe_load(config_text(start.run_dir)) or {}
     facts = {"device": start.device, "parameters": start.parameters, "total_steps": start.total_steps}
     return {**(config if isinstance(config, dict) else {}), **facts}
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names.
-
-    >>> flat({"training": {"epochs": 3}, "callbacks": ["ema"]})
-    {'training.epochs': 3, 'callbacks': ['ema']}
-    """
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found

@@ -58,8 +58,8 @@ def report(paths: Sequence[Path]) -> str:
         _metric_table(found),
         *(_details(found, place) for place in range(len(paths))),
         _differences(found) if single is None else "",
-        section("Config", *(_config(found, place) for place in range(len(paths)))),
-        section("Environment", *(_environment(found, place) for place in range(len(paths)))),
+        section("Config", *(_settings(found, place, leaves(read_config(path))) for place, path in enumerate(paths))),
+        section("Environment", *(_settings(found, place, environment_of(path)) for place, path in enumerate(paths))),
         section("Events", *(_events(found, place) for place in range(len(paths)))),
     ]
     return _document(title, "\n".join(part for part in parts if part))
@@ -92,7 +92,11 @@ def _tiles(status: RunStatus, found: Comparison) -> str:
     start = _start(found, 0)
     judge = status.monitor
     tiles = [
-        ("state", f'<span class="state {text(status.state)}">{text(status.state)}</span>', _reason(status)),
+        (
+            "state",
+            f'<span class="state {text(status.state)}">{text(status.state)}</span>',
+            "" if status.message == status.state else status.message,
+        ),
         (f"best {judge}", *_judged(judge, status.best)),
         (f"last {judge}", *_judged(judge, status.last)),
         ("progress", text(progress(status)), f"step {status.step:,}"),
@@ -109,10 +113,6 @@ def _tiles(status: RunStatus, found: Comparison) -> str:
         if value
     ]
     return f'<div class="tiles">{"".join(shown)}</div>'
-
-
-def _reason(status: RunStatus) -> str:
-    return "" if status.message == status.state else status.message
 
 
 def _judged(name: str, one: dict[str, Any] | None) -> tuple[str, str]:
@@ -207,14 +207,6 @@ def _differences(found: Comparison) -> str:
         if rows
     ]
     return section("Differences", *tables)
-
-
-def _config(found: Comparison, place: int) -> str:
-    return _settings(found, place, leaves(read_config(found.statuses[place].path)))
-
-
-def _environment(found: Comparison, place: int) -> str:
-    return _settings(found, place, environment_of(found.statuses[place].path))
 
 
 def _settings(found: Comparison, place: int, settings: Mapping[str, Any]) -> str:
