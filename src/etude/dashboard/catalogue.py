@@ -11,7 +11,7 @@ from typing import Any
 
 from etude.dashboard.parsing import PLACE, parse
 from etude.dashboard.series import Facts
-from etude.monitor.live import Monitor
+from etude.monitor.live import Monitor, RunStatus
 from etude.monitor.reading import (
     CONFIG,
     ENVIRONMENT,
@@ -120,16 +120,7 @@ class Run:
         status = self._monitor.read(records)
         facts = self.read_facts()
         self._add_names(records)
-        state = {name: value for name, value in asdict(status).items() if name != "path"}
-        return {
-            "id": self.key,
-            **state,
-            "progress": status.progress,
-            "steps_per_epoch": facts.steps_per_epoch,
-            "parameters": facts.parameters,
-            "config": flat(self._read_config(signature)),
-            "names": self.names,
-        }
+        return _described(self, status, facts, self._read_config(signature))
 
     def _read_config(self, signature: Signature) -> dict[str, Any]:
         if self._config is None or self._config[0] != signature[0]:
@@ -247,14 +238,20 @@ def ends_of(path: Path) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
+def _described(run: Run, status: RunStatus, facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a run as plain data."""
+    return {
+        "id": run.key,
+        **{name: value for name, value in asdict(status).items() if name != "path"},
+        "progress": status.progress,
+        "steps_per_epoch": facts.steps_per_epoch,
+        "parameters": facts.parameters,
+        "config": flat(config),
+        "names": run.names,
+    }
+
+
 def _empty(run: Run, state: str, message: str) -> dict[str, Any]:
     """Return a state that says only that."""
-    empty: dict[str, Any] = {"metrics": {}, "config": {}, "names": {}}
-    zero = dict.fromkeys(("step", "epoch", "duration_s", "resumes"), 0)
-    missing = (
-        "activity total_steps progress total_epochs phase steps_per_s left_s started heartbeat last_step_time monitor "
-        "mode best last steps_per_epoch parameters"
-    )
     name = os.fsencode(run.path.name).decode(errors="backslashreplace")
-    known = {"id": run.key, "name": name, "state": state, "message": message}
-    return {**known, **dict.fromkeys(missing.split()), **zero, **empty}
+    return _described(run, RunStatus(run.path, name, state, message=message), Facts(), {})
