@@ -86,7 +86,7 @@ def too_many_texts(path: Path, name: str, values: Sequence[str]) -> DataError:
     """Return the error for a column of too many different texts."""
     few = ", ".join(repr(shorten(value)) for value in values[:3])
     return DataError(
-        f"{path}: column {name!r} has {len(values):,} or more different texts (such as {few}), too many for categories: "
+        f"{path}: column {name!r} has {len(values):,} or more different texts (such as {few}), too many categories; "
         f"exclude it with `exclude: [{name}]`, or fix values that should be numbers"
     )
 
