@@ -31,7 +31,6 @@ SOURCES = {
     "split": lambda file, length: TokenDocuments(file, length, long="split", labels="roles"),
     "packed": lambda file, length: PackedDocuments(file, length, last="pad", attention="full", causal=False),
     "fit": lambda file, length: PackedDocuments(file, length, "fit", pad_id=2, labels="none", seed=5),
-    "crossing": lambda file, length: PackedDocuments(file, length, cross_documents=True),
     "masked": lambda file, length: MaskedTokens(
         TokenDocuments(file, length, long="split"), mask_id=1, vocab_size=1000, rate=0.4, special_ids=[2, 3]
     ),

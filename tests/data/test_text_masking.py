@@ -88,11 +88,12 @@ def test_fifteen_percent_and_eighty_ten_ten():
 
 def test_replacements_are_uniform_over_plain_ids():
     ids = torch.full((100, 1000), 7)
-    result, labels = masked(ids, rate=1.0, mask_share=0.0, random_share=1.0)
+    result, labels = masked(ids, rate=1.0)
     assert bool((labels == 7).all())
-    counts = np.bincount(result.reshape(-1).numpy(), minlength=VOCAB)
+    counts = np.bincount(result[(result != 7) & (result != MASK)].numpy(), minlength=VOCAB)
     allowed = plain(torch.arange(VOCAB)).numpy()
     assert counts[~allowed].sum() == 0
+    allowed[7] = False
     assert stats.chisquare(counts[allowed]).pvalue > 1e-4
 
 
@@ -178,8 +179,6 @@ class TestMaskedTokens:
     [
         ({"rate": 0.0}, "rate is 0.0"),
         ({"rate": 1.5}, "rate is 1.5"),
-        ({"mask_share": 0.8, "random_share": 0.3}, "at most 1 together"),
-        ({"random_share": -0.1}, "not be negative"),
         ({"mask_id": 60}, "ids must be 0 to 59"),
         ({"special_ids": range(60)}, "all 60 ids are special"),
     ],

@@ -189,16 +189,6 @@ def test_fit_parts_neighbours_and_other_seeds_part_them_otherwise():
     assert len(partners[0] & partners[1]) < 20
 
 
-def test_labels_may_cross_documents():
-    file = opened_documents([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
-    batch = PackedDocuments(file, 3, cross_documents=True).gather(np.arange(3), epoch=0, seed=0)
-    assert batch["labels"].tolist() == [[2, 3, 4], [5, 6, 7], [8, 9, -100]]
-    fit = PackedDocuments(file, 5, "fit", cross_documents=True)
-    for block in rows(fit):
-        real = (block["document_ids"] >= 0).sum()
-        assert block["labels"].tolist() == [*block["input_ids"][1:real], -100, *[-100] * (5 - real)]
-
-
 @pytest.mark.parametrize("strategy", ["split", "fit"])
 def test_streams_come_along(strategy):
     documents = numbered([5, 3, 9, 2])

@@ -4,7 +4,6 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -203,22 +202,20 @@ def _add_start(facts: Facts, record: dict[str, Any]) -> None:
 
 
 def _signature(run: Path) -> Signature:
-    return tuple(_signatures(run))
-
-
-def _signatures(run: Path) -> Iterator[Signature | None]:
-    """Yield what changes with every file of a run; raise OSError for one that must not be read."""
+    """Return what changes with every file of a run; raise OSError for one that must not be read."""
+    found: list[Signature | None] = []
     for name in _FILES:
         try:
             facts = os.lstat(run / name)
         except FileNotFoundError:
-            yield None
+            found.append(None)
             continue
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(f"{name} is not a regular file")
         if name in _WHOLE and facts.st_size > _MOST_FILE_BYTES:
             raise OSError(f"{name} is too long")
-        yield (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        found.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(found)
 
 
 def ends_of(path: Path) -> bytes:
