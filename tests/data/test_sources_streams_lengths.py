@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from token_samples import document_lengths, everything, numbered, opened_documents
 
 from etude.core.errors import DataError
@@ -137,7 +137,6 @@ def test_evaluation_with_another_length_covers_the_text_once():
     assert seen["b"] == list(range(1, len(seen["b"]) + 1))
 
 
-@settings(deadline=None, max_examples=30)
 @given(document_lengths, st.integers(1, 6), st.integers(1, 20), st.booleans())
 def test_bucketing_gives_the_same_samples_with_less_padding(lengths, batch_size, pool, training):
     source = TokenDocuments(opened_documents(numbered([length + 1 for length in lengths])))

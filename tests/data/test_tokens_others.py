@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens
@@ -42,7 +42,6 @@ def write_megatron(prefix, documents, dtype, *, modes=False):
 documents_strategy = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=6), max_size=4), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     documents=documents_strategy,
     dtype=st.sampled_from(["uint8", "int16", "int32", "int64", "uint16"]),
