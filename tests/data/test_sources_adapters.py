@@ -156,8 +156,15 @@ def test_a_shuffle_drawn_sample_by_sample_is_resumed_exactly(kind, length, buffe
     assert sorted(index for batch in seen for index in batch) == list(range(length))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "own numpy"])
+@pytest.mark.parametrize(
+    ("kind", "persistent"),
+    [
+        ("python", False),
+        ("own numpy", True),
+        *(pytest.param(one, False, marks=pytest.mark.slow) for one in ("numpy", "torch", "own numpy")),
+        *(pytest.param(one, True, marks=pytest.mark.slow) for one in ("python", "numpy", "torch")),
+    ],
+)
 @settings(max_examples=2, deadline=None, phases=[Phase.generate])  # each example starts processes
 @given(
     length=st.integers(2, 40),

@@ -12,10 +12,7 @@ if TYPE_CHECKING:
         SplitCounts as SplitCounts,
         read_report as read_report,
     )
-    from etude.corpus.tokenizer import (
-        Vocabulary as Vocabulary,
-        load_tokenizer as load_tokenizer,
-        read_vocabulary as read_vocabulary,
-    )
+    from etude.corpus.tokenizer import Vocabulary as Vocabulary, read_vocabulary as read_vocabulary
+    from etude.data.text.tokenizer import load_tokenizer as load_tokenizer
 
 __getattr__ = load_late(__name__, __file__)

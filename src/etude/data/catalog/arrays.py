@@ -14,7 +14,7 @@ from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, listed
 from etude.data.catalog.files import MAX_BYTES
-from etude.data.catalog.holdout import Share, fingerprint, hold_out, mix_keys, shares
+from etude.data.catalog.holdout import Share, fingerprint, hold_out, mix_keys, own_files, shares
 from etude.data.catalog.rows import Array, ArrayRows, Scaling, digest_blocks
 from etude.data.splits import DataSplits, OtherData, check_labels
 
@@ -62,9 +62,8 @@ def load_arrays(
     keys = mix_keys(mix_keys(np.array([seed], dtype=np.uint64)) ^ np.arange(len(main["inputs"]), dtype=np.uint64))
     rows = hold_out(keys, *shares(validation, test))
     found = {part: (main, one if len(rows) > 1 else None) for part, one in rows.items()}
-    for part, place in (("validation", validation), ("test", test)):
-        if isinstance(place, str):
-            found[part] = read_arrays(Path(place).expanduser(), inputs, labels, like=main), None
+    for part, place in own_files(validation, test).items():
+        found[part] = read_arrays(place, inputs, labels, like=main), None
     num_classes = _num_classes([arrays["labels"] for arrays, _ in found.values()])
     scaling = Scaling.of(main["inputs"], rows["train"]) if standardize else None
     parts: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -59,6 +60,12 @@ def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def shares(validation: float | str | None, test: float | str | None) -> tuple[float, float]:
     """Return the shares to hold out: 0 for a part with its own file."""
     return validation if isinstance(validation, float) else 0.0, test if isinstance(test, float) else 0.0
+
+
+def own_files(validation: float | str, test: float | str) -> dict[str, Path]:
+    """Return the parts with their own file or folder."""
+    given = {"validation": validation, "test": test}
+    return {part: Path(place).expanduser() for part, place in given.items() if isinstance(place, str)}
 
 
 def fingerprint(parts: Iterable[Any], facts: Mapping[str, Any] | None = None) -> str:
