@@ -111,7 +111,7 @@ def test_streams_that_are_not_read_need_not_fit_the_length():
     assert widths(loader) == {("a", 8)}
 
 
-@pytest.mark.parametrize(("length", "message"), [(25, "25 is more than the 24 tokens .* 'a'"), (0, "at least 1")])
+@pytest.mark.parametrize(("length", "message"), [(25, "25 is more than the 24 tokens .* 'a'"), (0, "less than 1")])
 def test_lengths_that_do_not_fit_are_refused_by_name(length, message):
     loader = StreamLoader({"a": TokenBlocks(text(), 24)}, 4)
     with pytest.raises(DataError, match=message):

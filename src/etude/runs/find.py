@@ -36,14 +36,9 @@ def find_run(word: str, root: str | Path = "runs") -> Path:
         raise RunFolderError(
             f"'{shorten(word)}' may be one of {len(found)} runs: {some}{more}; write more of its name"
         )
-    if not runs:
-        raise RunFolderError(
-            f"there is no run '{shorten(word)}': no runs in {root}; choose another folder with --dir"
-        )
     close = did_you_mean(given, {*names.values(), *(path.name for path in runs)})
-    raise RunFolderError(
-        f"there is no run '{shorten(word)}' in {root}{close or '; `etude runs list` lists the runs'}"
-    )
+    hint = close or "; `etude runs list` lists the runs, --dir chooses another folder"
+    raise RunFolderError(f"there is no run '{shorten(word)}' in {root}{hint}")
 
 
 def _is_name(word: str, name: str) -> bool:
