@@ -143,7 +143,7 @@ class _Masking:
             )
         if len(keys) != len(ids):
             raise DataError(f"there are {len(keys)} keys for {len(ids)} samples; pass one per sample")
-        words = _grid(keys, ids.shape[1])
+        words = scramble(keys[:, None] + np.arange(ids.shape[1], dtype=np.uint64) * GOLDEN)
         wanted = words <= self.threshold
         if real is not None:
             wanted &= real.numpy() != 0
@@ -163,8 +163,3 @@ class _Masking:
         which = (((words & np.uint64(2**32 - 1)) * np.uint64(self.num_plain)) >> _HALF_WORD).view(np.int64)
         which += np.searchsorted(self.before, which, side="right")
         return np.where(how < _MASKED, self.mask_id, np.where(how < _REPLACED, which, originals))
-
-
-def _grid(keys: Words, length: int) -> Words:
-    """A hash word for every position of every sample."""
-    return scramble(keys[:, None] + np.arange(length, dtype=np.uint64) * GOLDEN)
