@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.callbacks.progress_lines import duration, metric, number, rate
+from etude.callbacks.progress_lines import duration, metric, number, speed
 from etude.core.errors import RunFolderError
 from etude.core.files import write_text
 from etude.lazy import package_version
@@ -102,7 +102,7 @@ def _tiles(status: RunStatus, found: Comparison) -> str:
         ("progress", text(progress(status)), f"step {status.step:,}"),
         ("duration", duration(status.duration_s), _when(status.started)),
         ("parameters", _count(start.get("parameters")), f"{_count(start.get('trainable'))} trained"),
-        ("speed", *_speed(status)),
+        ("speed", next((words for name, words in speed(status.metrics) if not name), ""), ""),
         ("device", text(start.get("device") or "", 30), ""),
         ("resumes", str(status.resumes) if status.resumes else "", ""),
     ]
@@ -121,13 +121,6 @@ def _judged(name: str, one: dict[str, Any] | None) -> tuple[str, str]:
     value, epoch = one.get("value"), one.get("epoch")
     shown = metric(name, value if isinstance(value, (int, float)) else None)
     return text(shown), f"epoch {epoch}, step {_count(one.get('step'))}"
-
-
-def _speed(status: RunStatus) -> tuple[str, str]:
-    for unit in ("tokens", "samples", "batches"):
-        if value := status.metrics.get(f"{unit}_per_s"):
-            return f"{rate(value)} {unit}/s", ""
-    return "", ""
 
 
 def _overview(found: Comparison) -> str:
