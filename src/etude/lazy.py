@@ -1,7 +1,6 @@
 """Lazy imports: names of a package on first use, and optional packages, which may be absent.
 
-The module of a name is read from the package's source: a table would repeat the imports for type checkers and
-`__all__`.
+The module of a name is read from the package's source: a table would repeat the imports for type checkers.
 """
 
 import ast
@@ -19,12 +18,16 @@ def load_late(package: str, file: str) -> Callable[[str], Any]:
     So they are written only once, as imports that type checkers understand:
 
         if TYPE_CHECKING:
-            from etude.models.lenet5 import LeNet5
+            from etude.models.lenet5 import LeNet5 as LeNet5
 
         __getattr__ = load_late(__name__, __file__)
+
+    They are also its `__all__`, unless it has another one.
     """
 
     def load(name: str) -> Any:
+        if name == "__all__":
+            return sorted(_homes(file))
         if name.startswith("__") or name not in (homes := _homes(file)):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if (home := import_room(homes[name])) is None:

@@ -154,11 +154,15 @@ def test_registered_callbacks_are_those_of_the_package():
 
 
 @every_callback
-def test_a_whole_life(make, tmp_path):
+def test_a_whole_life_and_its_state_through_json_and_back(make, tmp_path):
     life = Life(tmp_path)
-    callbacks = life.whole(make(life))
+    first = make(life)
+    callbacks = life.whole(first)
     assert all(len(callbacks.hooks(name)) <= 1 for name in HOOKS)
     assert not list(tmp_path.rglob("*.tmp"))
+    second, state = make(Life(tmp_path)), to_json(first.state_dict())
+    second.load_state_dict(from_json(state))
+    assert through_json(second.state_dict()) == json.loads(state)
 
 
 @every_callback
@@ -205,10 +209,11 @@ for _name in HOOKS:
 
 
 @every_callback
-def test_a_run_may_break_off_anywhere(make, tmp_path):
+@pytest.mark.parametrize("calls", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_may_break_off_anywhere(make, calls, tmp_path):
     for hook in HOOKS:
-        for calls in (1, 2) if hook not in ("on_exception", "on_train_end") else ():
-            folder = tmp_path / f"{hook} {calls}"
+        if hook not in ("on_exception", "on_train_end"):
+            folder = tmp_path / hook
             folder.mkdir()
             break_off(make, hook, calls, folder)
 
@@ -230,17 +235,6 @@ def break_off(make, hook, calls, folder):
     to_json(callback.state_dict())
 
 
-@every_callback
-def test_state_goes_through_json_and_back(make, tmp_path):
-    life = Life(tmp_path)
-    first = make(life)
-    life.whole(first)
-    second = make(Life(tmp_path))
-    state = to_json(first.state_dict())
-    second.load_state_dict(from_json(state))
-    assert through_json(second.state_dict()) == json.loads(state)
-
-
 def test_the_state_of_a_life_is_not_that_of_its_beginning(tmp_path):
     """Guards the tests here: callbacks that remember something have a state to lose."""
     for name, make in MAKERS.items():
@@ -255,7 +249,7 @@ def test_the_state_of_a_life_is_not_that_of_its_beginning(tmp_path):
 
 
 @every_callback
-@pytest.mark.parametrize("saved_after", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("saved_after", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 6))])
 def test_resumed_is_the_same_as_never_stopped(make, saved_after, tmp_path):
     """The state of a checkpoint, an epoch of work that is lost, a new process: then everything as if nothing was."""
     straight = Life(tmp_path / "straight")

@@ -91,9 +91,9 @@ def test_a_number_that_never_came_is_reported_at_the_end(tmp_path, caplog):
     ("arguments", "message"),
     [
         ({"mode": "mni"}, "mode must be 'min' or 'max', found 'mni'"),
-        ({"patience": -1}, "patience must be at least 0, found -1"),
-        ({"min_delta": -0.1}, "min_delta must be at least 0"),
-        ({"min_delta": math.nan}, "min_delta must be at least 0"),
+        ({"patience": -1}, "patience is -1; it must be at least 0"),
+        ({"min_delta": -0.1}, "min_delta is -0.1; it must be at least 0"),
+        ({"min_delta": math.nan}, "min_delta is nan; it must be at least 0"),
         (
             {"monitor": "val_acc", "mode": "min"},
             "monitor='val_acc' with mode='min' would keep the worst value; set mode='max'",

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from monitored_models import Fragile, backward, data, dense, poisoned, sick, tokens_net, trainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -189,7 +189,6 @@ def test_wrong_arguments_are_refused(wrong):
         GradientMonitor(**wrong)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.lists(

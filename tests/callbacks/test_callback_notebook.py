@@ -123,7 +123,7 @@ def test_names_are_escaped():
     view = View(evil, evil, phase=evil, notices=[evil], note=evil, record={evil: 1.0})
     view.rows = [EpochRow(0, 1.0, {evil: 1.0, "loss": 2.0}, evil)]
     for view.outcome in ("", "finished"):
-        html = page(view)
+        html, _ = page(view)
         ET.fromstring(html)
         assert "<img" not in html
 

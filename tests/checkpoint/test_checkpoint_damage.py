@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import read_filled, write_filled
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.checkpoint import newest_intact, read_checkpoint
 from etude.checkpoint.folder import read_newest_intact
@@ -39,7 +39,6 @@ def assert_noticed(folder: Path, name: str, contents: bytes) -> None:
 
 
 @given(name=st.sampled_from(FILES[1:]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(max_examples=300, deadline=None)
 def test_every_bit_flip_is_noticed(folder: Path, name: str, place: float, bit: int) -> None:
     contents = bytearray((folder / name).read_bytes())
     contents[int(place * len(contents))] ^= 1 << bit
@@ -59,7 +58,6 @@ def test_every_bit_flip_of_the_manifest_is_noticed(folder: Path) -> None:
 
 
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=100, deadline=None)
 def test_every_truncation_is_noticed(folder: Path, name: str, place: float) -> None:
     contents = (folder / name).read_bytes()
     assert_noticed(folder, name, contents[: int(place * len(contents))])

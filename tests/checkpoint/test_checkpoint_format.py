@@ -84,14 +84,13 @@ TREES = st.recursive(
 
 
 @given(TREES)
-@settings(max_examples=300, deadline=None)
 def test_round_trip_is_exact(tree: Any) -> None:
     tensors, structure = pack(tree)
     assert_same(unpack(tensors, json.loads(json.dumps(structure, allow_nan=False))), tree)
 
 
 @given(st.dictionaries(st.text(st.characters(), max_size=4), tensors(), max_size=3), TREES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_round_trip_through_files_is_exact(model_state: dict[str, Tensor], tree: Any) -> None:
     with TemporaryDirectory() as root:
         folder = Path(root) / "step-00000001"

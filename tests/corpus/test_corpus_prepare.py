@@ -343,7 +343,7 @@ def test_nothing_is_left_behind(corpus):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"validation": 1.0}, "validation must be a share of at least 0 and below 1, got 1.0"),
+        ({"validation": 1.0}, "validation 1.0 .* together less than 1"),
         ({"validation": 0.6, "test": 0.5}, "leave nothing to train on"),
         ({"vocab_size": 10}, "vocab_size must be at least 259"),
         ({"vocab_size": 10**9}, "vocab_size must be at most"),

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.dashboard.blocks import Blocks
 
@@ -37,7 +37,6 @@ def check_buckets(x, low, high, last, bad, values):
 
 
 @given(PARTS, st.sampled_from([2, 4, 8, 64]), st.integers(1, 20))
-@settings(max_examples=300, deadline=None)
 def test_no_spike_vanishes(parts, most, pixels):
     values = [value for part in parts for value in part]
     blocks = filled(parts, most)
@@ -51,7 +50,6 @@ def test_no_spike_vanishes(parts, most, pixels):
 
 
 @given(st.lists(VALUES, min_size=1, max_size=60), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
 def test_merging_to_save_memory_keeps_everything_too(values, times):
     blocks = filled([values], 64)
     for _ in range(times):

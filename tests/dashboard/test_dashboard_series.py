@@ -5,7 +5,7 @@ import random
 
 import pytest
 from dashboard_runs import START, make_run, train, write
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.dashboard import series as module
 from etude.dashboard.catalogue import Run
@@ -152,7 +152,6 @@ def test_zooming_in_shows_every_record(tmp_path, monkeypatch):
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
-@settings(max_examples=40, deadline=None)
 def test_a_file_read_in_parts_gives_what_it_gives_at_once(tmp_path_factory, cuts):
     folder = tmp_path_factory.mktemp("run")
     records = [train(step, loss=step / 3, **({"tokens": step * 5} if step % 3 else {})) for step in range(40)]

@@ -83,8 +83,8 @@ def read_both(monkeypatch, path, form):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
-    rows=st.lists(st.tuples(hostile, hostile, hostile), min_size=1, max_size=12),
-    plain=st.lists(st.sampled_from(["1.5,-2,u\n", "7.25,,v \n", ",1e3,w\n"]), max_size=30),
+    rows=st.lists(st.tuples(hostile, hostile, hostile), min_size=1, max_size=6),
+    plain=st.lists(st.sampled_from(["1.5,-2,u\n", "7.25,,v \n", ",1e3,w\n"]), max_size=15),
     end=st.sampled_from(["\n", "\r\n", "\r"]),
     texts=st.sampled_from([frozenset("c"), frozenset("ac"), frozenset()]),
     odd=st.sampled_from(["", "1,2\n", "1,2,3,4\n", "\n", '"1",2,"x"\n', ",,\n"]),

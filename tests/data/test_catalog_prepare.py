@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.config import lookup
 from etude.core import DataError
@@ -23,7 +23,6 @@ def prepare(name, path, facts, labelled=False, **arguments):
     return lookup("data", name).prepare(Path(path), facts, arguments, labelled)
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(NUMBERS, st.sampled_from("xyz"), st.sampled_from(["no", "yes"])), min_size=8, max_size=30))
 def test_rows_of_the_training_file_are_the_same_again(tmp_path_factory, rows):
     rows = [(1.0, "x", "no"), (2.0, "y", "yes"), (3.0, "z", "no"), *rows]

@@ -24,7 +24,6 @@ def bucketed(size, batch_size, pool_batches, seed=0, *, shuffle=True, lengths=No
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     size=st.integers(1, 500),
     batch_size=st.integers(1, 40),
@@ -77,7 +76,6 @@ def test_orders_that_were_asked_for_one_epoch_answer_for_another():
             assert used.indices(epoch, 0, 40).tolist() == make().indices(epoch, 0, 40).tolist()
 
 
-@settings(deadline=None, max_examples=30)
 @given(size=st.integers(1, 300), world_size=st.integers(1, 5), seed=seeds, drop_last=st.booleans())
 def test_bucketed_batches_are_the_same_for_any_number_of_ranks(size, world_size, seed, drop_last):
     batch_size = min(8, size)
@@ -94,7 +92,6 @@ def test_bucketed_batches_are_the_same_for_any_number_of_ranks(size, world_size,
         assert sorted(chain(*whole)) == list(range(size))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=5),
     seed=seeds,

@@ -167,7 +167,7 @@ def test_every_value_is_equally_likely_at_every_position(size):
 
 @pytest.mark.parametrize("size", [10, 1000, SORTED_LIMIT + 1])
 def test_fixed_points_are_as_rare_as_chance(size):
-    rounds = 200 if size > SORTED_LIMIT else 2000
+    rounds = 60 if size > SORTED_LIMIT else 600
     fixed = [
         int((KeyedPermutation(size, mix(1, key)).indices(0, size) == np.arange(size)).sum()) for key in range(rounds)
     ]
@@ -200,11 +200,11 @@ def test_differences_of_neighbours_are_uniform(size):
 
 @pytest.mark.parametrize("size", [500, SORTED_LIMIT + 1, 10**9, 10**15])
 def test_one_position_is_uniform_over_keys(size):
-    for position in (0, 1, size // 2, size - 1):
+    for position in (0, size // 2, size - 1):
         counts = np.bincount(
-            [KeyedPermutation(size, mix(position, key))[position] * 32 // size for key in range(960)], minlength=32
+            [KeyedPermutation(size, mix(position, key))[position] * 16 // size for key in range(480)], minlength=16
         )
-        assert z_score(counts, 30, 31) < 4.5
+        assert z_score(counts, 30, 15) < 4.5
 
 
 @pytest.mark.parametrize("size", [1000, SORTED_LIMIT + 1])

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.data.sources.global_rng import GLOBALS, Preserved
 
@@ -36,7 +36,6 @@ def states():
     return random.getstate(), words.tolist(), used, has_gauss, gauss, torch.get_rng_state().tolist()
 
 
-@settings(max_examples=40, deadline=None)
 @given(before=SOME, inside=SOME, watched=st.sets(st.sampled_from(sorted(GLOBALS))))
 def test_everything_drawn_inside_is_undone_and_noticed(before, inside, watched):
     for _, draw in before:

@@ -16,7 +16,6 @@ sizes_of_streams = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 weights_of_streams = st.lists(st.sampled_from([0.1, 0.5, 1, 2, 3.7, 9]), min_size=4, max_size=4)
 
 
-@settings(deadline=None, max_examples=50)
 @given(sizes_of_streams, weights_of_streams, st.integers(4, 9), st.sampled_from(["alternate", "together"]))
 def test_each_stream_is_what_a_loader_of_its_own_gives_epoch_after_epoch(sizes, weights, batch_size, draw):
     data = parts(sizes)
@@ -43,7 +42,6 @@ def test_every_pass_has_every_sample_once_in_a_new_order():
         assert all(sorted(one) == list(range(start, start + size)) for one in passes)
 
 
-@settings(deadline=None, max_examples=50)
 @given(weights_of_streams, st.integers(0, 10), st.integers(2, 4))
 def test_proportions_are_exact_at_every_moment(weights, seed, number):
     data = parts([5] * number)
@@ -66,7 +64,6 @@ def test_streams_count_by_their_sizes_by_default():
     assert sorted(drawn["b"]) == list(range(1000, 1020))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     sizes=sizes_of_streams,
     batch_size=st.integers(4, 7),
@@ -114,7 +111,6 @@ def test_a_position_within_a_batch_gives_the_rest_of_it(draw):
     assert all(whole[name][-len(rest[name]) :] == rest[name] for name in whole)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     sizes_of_streams,
     st.integers(4, 9),

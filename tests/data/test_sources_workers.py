@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader as TorchLoader, Dataset, Subset, default_collate, get_worker_info
 
 from batch_classes import graphs
@@ -146,7 +146,6 @@ def test_whole_batches_are_fetched_at_once_unless_they_draw():
 NUMBERS = st.one_of(st.integers(-5, 5), st.integers(), st.floats(width=16), st.booleans())
 
 
-@settings(max_examples=200)
 @given(st.lists(NUMBERS, min_size=1, max_size=6))
 def test_numbers_are_collated_as_torch_does(samples):
     try:

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from token_samples import numbered, opened_documents
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,7 +15,6 @@ from etude.data import DataLoader, Sample, TokenDocuments, collate
 KINDS = [list, np.array, lambda ids: np.array(ids, np.uint16), torch.tensor, lambda ids: torch.tensor(ids).int()]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1), min_size=1, max_size=8), st.sampled_from(KINDS))
 def test_rows_of_any_kind_are_padded_with_a_mask(rows, kind):
     batch = collate([kind(row) for row in rows], pad_id=7)

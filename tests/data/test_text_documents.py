@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from token_samples import document_lengths, numbered, opened_documents, stream_values, write_tokens
 from torch.nn.utils.rnn import pad_sequence
 
@@ -26,7 +26,6 @@ def padded(rows, fill, multiple=1):
     return torch.nn.functional.pad(result, (0, missing), value=fill)
 
 
-@settings(max_examples=60, deadline=None)
 @given(document_lengths, st.integers(0, 3), st.sampled_from([1, 8]), st.data())
 def test_batches_are_padded_documents(lengths, pad_id, multiple, data):
     documents = numbered(lengths)
@@ -42,7 +41,6 @@ def test_batches_are_padded_documents(lengths, pad_id, multiple, data):
     assert source.lengths(np.array(chosen)).tolist() == [len(row) for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
 @given(document_lengths, st.integers(1, 15), st.data())
 def test_long_documents_are_split_into_samples(lengths, most, data):
     documents = numbered(lengths)

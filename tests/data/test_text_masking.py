@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from scipy import stats
 from token_samples import numbered, opened_documents
 
@@ -43,7 +43,6 @@ def plain(ids):
     return ~torch.isin(ids, torch.tensor([*SPECIAL, MASK]))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 60), st.floats(0.01, 1), st.integers(0, 99))
 def test_labels_tell_what_was_hidden_and_nothing_else_changes(rows, length, rate, seed):
     ids = text(rows, length, seed)
@@ -88,11 +87,12 @@ def test_fifteen_percent_and_eighty_ten_ten():
 
 def test_replacements_are_uniform_over_plain_ids():
     ids = torch.full((100, 1000), 7)
-    result, labels = masked(ids, rate=1.0, mask_share=0.0, random_share=1.0)
+    result, labels = masked(ids, rate=1.0)
     assert bool((labels == 7).all())
-    counts = np.bincount(result.reshape(-1).numpy(), minlength=VOCAB)
+    counts = np.bincount(result[(result != 7) & (result != MASK)].numpy(), minlength=VOCAB)
     allowed = plain(torch.arange(VOCAB)).numpy()
     assert counts[~allowed].sum() == 0
+    allowed[7] = False
     assert stats.chisquare(counts[allowed]).pvalue > 1e-4
 
 
@@ -110,7 +110,6 @@ def test_neighbours_epochs_and_seeds_are_independent():
         assert stats.binomtest(both, first.size, 0.15**2).pvalue > 1e-4, name
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8), st.integers(0, 9), st.integers(0, 9))
 def test_a_sample_is_masked_the_same_in_any_batch_and_padding(order, epoch, extra):
     ids = text(8, 30)
@@ -178,8 +177,6 @@ class TestMaskedTokens:
     [
         ({"rate": 0.0}, "rate is 0.0"),
         ({"rate": 1.5}, "rate is 1.5"),
-        ({"mask_share": 0.8, "random_share": 0.3}, "at most 1 together"),
-        ({"random_share": -0.1}, "not be negative"),
         ({"mask_id": 60}, "ids must be 0 to 59"),
         ({"special_ids": range(60)}, "all 60 ids are special"),
     ],

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from token_samples import document_lengths, everything, numbered, opened_documents, stream_values
 
 from etude.core.errors import DataError
@@ -49,7 +49,6 @@ def check_block(block, documents, length):
     assert "attention_mask" not in block
 
 
-@settings(max_examples=80, deadline=None)
 @given(document_lengths, lengths_of_blocks, st.booleans())
 def test_split_is_the_file_cut_into_blocks(lengths, length, pad):
     documents = numbered(lengths)
@@ -69,7 +68,6 @@ def test_split_is_the_file_cut_into_blocks(lengths, length, pad):
     assert source.fill == pytest.approx(len(expected) / (len(source) * length))
 
 
-@settings(max_examples=80, deadline=None)
 @given(document_lengths, lengths_of_blocks, st.integers(0, 3))
 def test_fit_keeps_documents_whole(lengths, length, seed):
     documents = numbered(lengths)
@@ -83,7 +81,6 @@ def test_fit_keeps_documents_whole(lengths, length, seed):
     assert source.fill == pytest.approx(sum(lengths) / (len(source) * length))
 
 
-@settings(max_examples=40, deadline=None)
 @given(document_lengths, st.sampled_from(["split", "fit"]), st.data())
 def test_a_block_is_a_function_of_its_index_alone(lengths, strategy, data):
     file = opened_documents(numbered(lengths))
@@ -96,7 +93,6 @@ def test_a_block_is_a_function_of_its_index_alone(lengths, strategy, data):
         assert value.tolist() == [blocks[i][key].tolist() for i in chosen]
 
 
-@settings(max_examples=60, deadline=None)
 @given(document_lengths, lengths_of_blocks, st.sampled_from(["split", "fit"]))
 def test_starts_are_where_document_ids_change(lengths, length, strategy):
     file = opened_documents(numbered(lengths))
@@ -113,7 +109,6 @@ def test_starts_are_where_document_ids_change(lengths, length, strategy):
 
 
 @given(document_lengths, lengths_of_blocks, lengths_of_blocks)
-@settings(max_examples=40, deadline=None)
 def test_mixtures_of_lengths_keep_starts_in_order(lengths, one, two):
     file = opened_documents(numbered(lengths))
     sources = {str(n): PackedDocuments(file, n, last="pad", attention="starts") for n in {one, two}}
@@ -127,7 +122,6 @@ def test_mixtures_of_lengths_keep_starts_in_order(lengths, one, two):
 
 
 @given(document_lengths, lengths_of_blocks, lengths_of_blocks)
-@settings(max_examples=40, deadline=None)
 def test_mixtures_of_lengths_pad_as_by_hand_and_keep_padding_out_of_documents(lengths, one, two):
     file = opened_documents(numbered(lengths))
     sources = [PackedDocuments(file, n, last="pad", attention="ids") for n in sorted({one, two})]
@@ -159,7 +153,6 @@ def best_fit_by_hand(lengths, capacity):
     return sorted(room)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 30).flatmap(lambda top: st.tuples(st.just(top), st.lists(st.integers(1, top), max_size=60))))
 def test_groups_are_packed_as_single_pieces_would_be(case):
     capacity, lengths = case
@@ -187,16 +180,6 @@ def test_fit_parts_neighbours_and_other_seeds_part_them_otherwise():
         partners.append({frozenset(ids[0] for ids in pieces) for pieces in blocks})
     assert together < 20
     assert len(partners[0] & partners[1]) < 20
-
-
-def test_labels_may_cross_documents():
-    file = opened_documents([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
-    batch = PackedDocuments(file, 3, cross_documents=True).gather(np.arange(3), epoch=0, seed=0)
-    assert batch["labels"].tolist() == [[2, 3, 4], [5, 6, 7], [8, 9, -100]]
-    fit = PackedDocuments(file, 5, "fit", cross_documents=True)
-    for block in rows(fit):
-        real = (block["document_ids"] >= 0).sum()
-        assert block["labels"].tolist() == [*block["input_ids"][1:real], -100, *[-100] * (5 - real)]
 
 
 @pytest.mark.parametrize("strategy", ["split", "fit"])

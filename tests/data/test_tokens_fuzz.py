@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens
@@ -79,7 +79,6 @@ def edited(raw, changes):
     return bytes(raw)
 
 
-@settings(max_examples=150, deadline=None)
 @given(changes=edits)
 def test_any_damage_is_an_error_or_found_by_the_check(tmp_path_factory, whole, changes):
     path = tmp_path_factory.getbasetemp() / "fuzzed.bin"
@@ -112,7 +111,6 @@ def test_flipped_bytes_are_found(tmp_path, whole):
     assert all(whole[position] == 0 for position in missed)  # padding
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_header_with_a_right_checksum_is_safe(tmp_path_factory, whole, data):
     """Somebody else's writer may get anything wrong and still sign it."""
@@ -143,7 +141,6 @@ def test_any_header_with_a_right_checksum_is_safe(tmp_path_factory, whole, data)
         check_tokens(path)
 
 
-@settings(max_examples=80, deadline=None)
 @given(changes=edits)
 def test_damaged_megatron_indices_are_safe(tmp_path_factory, changes):
     folder = tmp_path_factory.getbasetemp()
@@ -161,7 +158,6 @@ def test_damaged_megatron_indices_are_safe(tmp_path_factory, changes):
         check_tokens(folder / "m.idx")
 
 
-@settings(max_examples=100, deadline=None)
 @given(raw=st.binary(max_size=300))
 def test_any_bytes_are_opened_or_refused(tmp_path_factory, raw):
     path = tmp_path_factory.getbasetemp() / "any.bin"

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens, read_dataset
@@ -39,7 +39,6 @@ def tokens(path):
     return open_tokens(path)
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data(), stream=st.sampled_from([None, "types"]))
 def test_rows_and_spans_are_slices(path, data, stream):
     tokens = open_tokens(path)
@@ -364,7 +363,6 @@ def test_a_file_without_documents_is_streamed_in_blocks(tmp_path):
     repeats=st.sampled_from([1, 30, 100]),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
 def test_documents_are_found_by_position(tmp_path_factory, lengths, repeats, data):
     lengths = np.array(lengths * repeats)
     path = tmp_path_factory.mktemp("search") / "train.bin"

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core.errors import DataError
 from etude.data import TokenWriter, check_tokens, open_tokens
@@ -25,7 +25,6 @@ def files_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@settings(max_examples=60, deadline=None)
 @given(samples=samples_strategy, cut=st.integers(0, 12), dtype=st.sampled_from(["uint16", "uint32"]))
 def test_samples_streams_and_labels_come_back(tmp_path_factory, samples, cut, dtype):
     path = tmp_path_factory.mktemp("tokens") / "train.bin"

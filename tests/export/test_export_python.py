@@ -1,7 +1,5 @@
 """Programs of runs made in Python: traced with two samples of their first batch, which the run folder keeps."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +13,7 @@ from etude.core.run_layout import EXAMPLE
 from etude.export import export_run
 from etude.losses import SupervisedTask
 from etude.models import MLP
+from forked_python import run_python
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
@@ -170,12 +169,12 @@ def test_the_command_imports_the_class_of_a_script(tmp_path):
         "etude.Trainer(mine.Mine(), data, config=config, output_dir='run', progress=False).train()\n"
     )
     command = "import sys; sys.path.insert(0, '.'); from etude.cli.main import main; sys.exit(main())"
-    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True)
+    made = run_python("train.py", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
     arguments = ["export", "run", "--to", "torch"]
-    refused = subprocess.run(
-        [sys.executable, "-c", command, *arguments], cwd=tmp_path, capture_output=True, text=True
-    )
+    refused = run_python("-c", command, *arguments, cwd=tmp_path)
     assert (refused.returncode, "import_class" in refused.stderr) == (2, True), refused.stderr
     arguments.append("--import-class")
-    subprocess.run([sys.executable, "-c", command, *arguments], cwd=tmp_path, check=True, capture_output=True)
+    done = run_python("-c", command, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert program(tmp_path / "run/export/torch/model.pt2")(torch.zeros(5, 4)).shape == (5, 3)

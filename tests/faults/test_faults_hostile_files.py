@@ -21,8 +21,8 @@ from torch import nn
 from etude import Trainer
 from etude.checkpoint.store import FILES, FileRecord, render_manifest
 from etude.core.errors import EtudeError
-from etude.corpus.tokenizer import load_tokenizer as load_text_tokenizer
 from etude.data import open_tokens, read_dataset
+from etude.data.text.tokenizer import load_tokenizer as load_text_tokenizer
 from etude.experiment import evaluate_run, load_config, resume_run
 from etude.models import huggingface_causal_lm
 from etude.multimodal import load_codebook, load_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from etude.core import RunFolderError
 from etude.monitor import FINISHED, JsonlSink, RunFolder, default_run_dir, newest_run
@@ -163,7 +163,6 @@ def test_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
     assert not list(folder.path.glob(".*.tmp"))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     steps=st.lists(st.integers(0, 50), max_size=30).map(sorted),
     cut=st.integers(0, 50),
@@ -217,7 +216,6 @@ def test_default_run_dirs_never_collide(tmp_path):
     assert all(path.is_dir() and path.parent == tmp_path / "lenet5" / "baseline" for path in made)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.text(max_size=40))
 def test_default_run_dir_stays_below_its_root(tmp_path_factory, name):
     root = tmp_path_factory.mktemp("root") / "runs"

@@ -70,7 +70,6 @@ def test_values_that_are_no_numbers(tmp_path):
     found = RunMetrics(folder).series("loss")
     assert found.x.tolist() == [1, 2, 3, 4]
     assert np.isnan(found.y).tolist() == [False, True, True, True]
-    assert found.num_nonfinite == 3
     assert "note" not in RunMetrics(folder).names()
 
 

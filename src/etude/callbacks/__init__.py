@@ -5,54 +5,27 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.callbacks.csv_logger import CSVLogger
-    from etude.callbacks.early_stopping import EarlyStopping
-    from etude.callbacks.ema import EMA
-    from etude.callbacks.events import EventCallback, Telemetry
-    from etude.callbacks.find_nonfinite import FindNonfinite
-    from etude.callbacks.freeze import Freeze
-    from etude.callbacks.gradient_health import GradientHealth
-    from etude.callbacks.gradient_monitor import GradientMonitor
-    from etude.callbacks.lr_schedule import LRSchedule
-    from etude.callbacks.model_checkpoint import ModelCheckpoint
-    from etude.callbacks.progress import ProgressDisplay
-    from etude.callbacks.recorder import RunRecorder
-    from etude.callbacks.sinks.base import SinkCallback
-    from etude.callbacks.sinks.mlflow import MLflowLogger
-    from etude.callbacks.sinks.opentelemetry import OpenTelemetryLogger
-    from etude.callbacks.sinks.prometheus import PrometheusExporter
-    from etude.callbacks.sinks.tensorboard import TensorBoardLogger
-    from etude.callbacks.sinks.trackio import TrackioLogger
-    from etude.callbacks.sinks.wandb import WandbLogger
-    from etude.callbacks.text_samples import TextSamples
-    from etude.engine.callback import Callback, RunInfo
-    from etude.engine.callback_list import CallbackList
-
-__all__ = [
-    "EMA",
-    "CSVLogger",
-    "Callback",
-    "CallbackList",
-    "EarlyStopping",
-    "EventCallback",
-    "FindNonfinite",
-    "Freeze",
-    "GradientHealth",
-    "GradientMonitor",
-    "LRSchedule",
-    "MLflowLogger",
-    "ModelCheckpoint",
-    "OpenTelemetryLogger",
-    "ProgressDisplay",
-    "PrometheusExporter",
-    "RunInfo",
-    "RunRecorder",
-    "SinkCallback",
-    "Telemetry",
-    "TensorBoardLogger",
-    "TextSamples",
-    "TrackioLogger",
-    "WandbLogger",
-]
+    from etude.callbacks.csv_logger import CSVLogger as CSVLogger
+    from etude.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from etude.callbacks.ema import EMA as EMA
+    from etude.callbacks.events import EventCallback as EventCallback, Telemetry as Telemetry
+    from etude.callbacks.find_nonfinite import FindNonfinite as FindNonfinite
+    from etude.callbacks.freeze import Freeze as Freeze
+    from etude.callbacks.gradient_health import GradientHealth as GradientHealth
+    from etude.callbacks.gradient_monitor import GradientMonitor as GradientMonitor
+    from etude.callbacks.lr_schedule import LRSchedule as LRSchedule
+    from etude.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from etude.callbacks.progress import ProgressDisplay as ProgressDisplay
+    from etude.callbacks.recorder import RunRecorder as RunRecorder
+    from etude.callbacks.sinks.base import SinkCallback as SinkCallback
+    from etude.callbacks.sinks.mlflow import MLflowLogger as MLflowLogger
+    from etude.callbacks.sinks.opentelemetry import OpenTelemetryLogger as OpenTelemetryLogger
+    from etude.callbacks.sinks.prometheus import PrometheusExporter as PrometheusExporter
+    from etude.callbacks.sinks.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from etude.callbacks.sinks.trackio import TrackioLogger as TrackioLogger
+    from etude.callbacks.sinks.wandb import WandbLogger as WandbLogger
+    from etude.callbacks.text_samples import TextSamples as TextSamples
+    from etude.engine.callback import Callback as Callback, RunInfo as RunInfo
+    from etude.engine.callback_list import CallbackList as CallbackList
 
 __getattr__ = load_late(__name__, __file__)

@@ -8,7 +8,7 @@ from annotated_types import Ge
 from etude.callbacks.monitored import Monitored
 from etude.checkpoint import check_kind, record_of
 from etude.config.registry import register
-from etude.core import ConfigError
+from etude.core.arguments import checked
 from etude.core.monitor import Mode
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -31,6 +31,7 @@ class EarlyStopping(Callback):
     (True, 'loss has not improved for 2 epochs (best 0.4 in epoch 2)')
     """
 
+    @checked
     def __init__(
         self,
         monitor: str | None = None,
@@ -39,8 +40,6 @@ class EarlyStopping(Callback):
         min_delta: Annotated[float, Ge(0.0)] = 0.0,
     ) -> None:
         super().__init__()
-        if patience < 0:
-            raise ConfigError(f"EarlyStopping: patience must be at least 0, found {patience}")
         self.patience = patience
         self.monitored = Monitored("EarlyStopping", monitor, mode, min_delta)
         self.wait = 0

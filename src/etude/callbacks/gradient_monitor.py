@@ -10,6 +10,7 @@ from etude.callbacks.gradient_health import JUDGE, GradientHealth, Judge
 from etude.checkpoint import is_kind, record_of
 from etude.config.registry import register
 from etude.core import ConfigError, StepReport, TrainingError
+from etude.core.arguments import checked
 from etude.core.model import clean_name, unwrap
 from etude.engine.callback import Callback, Gradients, Logs, RunInfo
 from etude.engine.precision import MixedPrecision
@@ -75,6 +76,7 @@ class GradientMonitor(Callback):
     ('exploding', ('0', '1'))
     """
 
+    @checked
     def __init__(
         self,
         every: Annotated[int, Ge(1)] = 100,
@@ -93,12 +95,8 @@ class GradientMonitor(Callback):
             log_layers: add the norm of every layer, as `grad_norm/LAYER`, to the records of log points.
         """
         super().__init__()
-        if every < 1 or patience < 1:
-            raise ConfigError(f"GradientMonitor: every and patience must be at least 1, found {every} and {patience}")
-        if not 0 <= vanishing < exploding:
-            raise ConfigError(
-                f"GradientMonitor: vanishing must be between 0 and exploding, found {vanishing} and {exploding}"
-            )
+        if vanishing >= exploding:
+            raise ConfigError(f"GradientMonitor: vanishing is {vanishing}; it must be below exploding, {exploding}")
         self.every = every
         self.log_layers = log_layers
         self.report: GradientHealth | None = None

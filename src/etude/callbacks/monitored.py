@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NotRequired
 
 from etude.checkpoint import check_kind, record_of
-from etude.core import ConfigError, TrainingError
+from etude.core import TrainingError
 from etude.core.monitor import DEFAULT_MONITOR, Mode, mode_of, odd_mode
 from etude.core.spelling import suggest
 from etude.engine.callback import Logs, RunInfo
@@ -39,8 +39,6 @@ class Monitored:
 
     def __init__(self, owner: str, name: str | None, mode: Mode | None, min_delta: float = 0.0) -> None:
         """Without name and mode it is the metric that the run monitors, or `val_loss`."""
-        if not min_delta >= 0:
-            raise ConfigError(f"{owner}: min_delta must be at least 0, found {min_delta}")
         self._is_of_run = name is None and mode is None
         self.name = DEFAULT_MONITOR if name is None else name
         self.mode, self.min_delta = mode_of(self.name, mode, owner), min_delta

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.callbacks import progress_lines as words
-from etude.callbacks.progress_lines import EpochRow, Groups, View
-from etude.callbacks.progress_tables import epoch_cells, group_cells
+from etude.callbacks.progress_lines import EpochRow, Groups, View, label, metric, split_name
 
 MAX_WIDTH = 104
 """Maximum width in columns, so that lines stay readable on a wide terminal."""
@@ -22,6 +21,8 @@ MAX_NAME = 24
 """Maximum width of a group's name."""
 _METRIC_WIDTH, _OTHER_WIDTH = 11, 34
 """Approximate width of a metric in the table of epochs, and of everything else there."""
+_IN_COLUMNS = frozenset({"loss", "weight", "nll"})
+"""Metrics of a group that have their own column, or none."""
 
 
 class LiveTerminal:
@@ -98,28 +99,53 @@ def _table() -> Table:
 def epoch_table(
     all_rows: list[EpochRow], width: int, max_rows: int, judges: words.Judges = words.USUAL_JUDGES
 ) -> Table:
-    """Return one line per finished epoch, with as many metrics as fit."""
-    cells = epoch_cells(all_rows, max(1, (width - _OTHER_WIDTH) // _METRIC_WIDTH), max_rows, judges)
+    """Return one line per finished epoch, with as many metrics as fit; the last column is its phase."""
+    best, rows = words.best_row(all_rows, judges), words.keep_rows(all_rows, max_rows, judges)[-max_rows - 1 :]
+    known = words.worth_showing({name: None for row in all_rows for name in row.numbers})
+    names = list(known)[: max(1, (width - _OTHER_WIDTH) // _METRIC_WIDTH)]
+    has_tokens = any(row.numbers.get("tokens_per_s") for row in all_rows)
+    titles = [label(name) if name.startswith("val_") else f"train {label(name)}" for name in names]
     table = _table()
-    for title in cells.titles[:-1]:
+    for title in ("epoch", *titles, *["tokens/s"] * has_tokens, "time"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column(cells.titles[-1])
-    for place, row in enumerate(cells.rows):
-        table.add_row(*row, style="green" if place == cells.best else "")
+    table.add_column("phase" if any(row.phase for row in rows) else "")
+    for row in rows:
+        values = [metric(name, row.numbers[name]) if name in row.numbers else "" for name in names]
+        values += [words.rate(row.numbers.get("tokens_per_s") or 0.0)] * has_tokens
+        mark, style = ("★ ", "green") if row is best else ("", "")
+        table.add_row(f"{mark}{row.epoch + 1}", *values, words.duration(row.seconds), row.phase, style=style)
     return table
 
 
 def group_table(groups: Groups, running: bool = False) -> Table:
     """Return one line per group: weight, losses and other metrics; `running` adds those of log points."""
-    cells, table = group_cells(groups, running), _table()
-    first, *middle, last = cells.titles
-    table.add_column(first, no_wrap=True, max_width=MAX_NAME)
-    for title in middle:
+    numbers, latest = groups.numbers, groups.latest if running else {}
+    both = numbers | latest
+    known = (split_name(name) for name, value in both.items() if value is not None)
+    names = dict.fromkeys(group for group, own in known if own.removeprefix("val_") != "weight")
+    columns = {
+        "weight": [both.get(f"{name}/weight") for name in names],
+        "loss now": [latest.get(f"{name}/loss") for name in names],
+        "train loss": [numbers.get(f"{name}/loss") for name in names],
+        "val loss": [numbers.get(f"val_{name}/loss") for name in names],
+    }
+    columns = {title: cells for title, cells in columns.items() if any(cell is not None for cell in cells)}
+    table = _table()
+    table.add_column(f"task, {groups.when}" if groups.when else "task", no_wrap=True, max_width=MAX_NAME)
+    for title in columns:
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column(last)
-    for row in cells.rows:
-        table.add_row(*row)
+    table.add_column()
+    for name, *cells in zip(names, *columns.values(), strict=True):
+        shown = ["" if cell is None else words.number(cell) for cell in cells]
+        table.add_row(name, *shown, _other_numbers(both, name))
     return table
+
+
+def _other_numbers(numbers: words.Numbers, group: str) -> str:
+    """Return the metrics other than weight and losses: of the validation, or else of the training."""
+    own = [split_name(name)[1].removeprefix("val_") for name in numbers if split_name(name)[0] == group]
+    found = {name: numbers.get(f"val_{group}/{name}", numbers.get(f"{group}/{name}")) for name in own}
+    return "  ".join(f"{label(n)} {metric(n, value)}" for n, value in found.items() if n not in _IN_COLUMNS)
 
 
 def group_lines(groups: Groups) -> list[str]:

@@ -1,23 +1,18 @@
 """Checkpoints: file format, atomic store, retention, and `CheckpointManager`."""
 
-from etude.checkpoint.folder import find_checkpoints, newest_intact
-from etude.checkpoint.format import pack, unpack
-from etude.checkpoint.manager import CheckpointManager, locate_checkpoint
-from etude.checkpoint.match import load_model_state
-from etude.checkpoint.store import Checkpoint, read_checkpoint
-from etude.checkpoint.trust import check_kind, is_kind, record_of
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointManager",
-    "check_kind",
-    "find_checkpoints",
-    "is_kind",
-    "load_model_state",
-    "locate_checkpoint",
-    "newest_intact",
-    "pack",
-    "read_checkpoint",
-    "record_of",
-    "unpack",
-]
+from etude.lazy import load_late
+
+if TYPE_CHECKING:
+    from etude.checkpoint.folder import find_checkpoints as find_checkpoints, newest_intact as newest_intact
+    from etude.checkpoint.format import pack as pack, unpack as unpack
+    from etude.checkpoint.manager import (
+        CheckpointManager as CheckpointManager,
+        locate_checkpoint as locate_checkpoint,
+    )
+    from etude.checkpoint.match import load_model_state as load_model_state
+    from etude.checkpoint.store import Checkpoint as Checkpoint, read_checkpoint as read_checkpoint
+    from etude.checkpoint.trust import check_kind as check_kind, is_kind as is_kind, record_of as record_of
+
+__getattr__ = load_late(__name__, __file__)

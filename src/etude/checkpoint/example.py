@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from etude.checkpoint.format import DTYPES, pack, read_tensors, safetensors_pieces, unpack
-from etude.core.batch import Batch, JointBatch, num_samples
+from etude.core.batch import Batch, JointBatch, map_tensors, num_samples
 from etude.core.errors import CheckpointError
 from etude.core.files import replacing
 from etude.core.forms import kind_of, parts_of
@@ -79,15 +79,11 @@ def _small(tree: Any) -> Any:
     kept = [one.nbytes for one, total in zip(tensors, sums, strict=True) if total <= MOST_BYTES]
     most = max(kept, default=-1)
 
-    def replace(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            described = {_LARGE: list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-            return value if value.nbytes <= most else described
-        if isinstance(value, dict):
-            return {key: replace(one) for key, one in value.items()}
-        return type(value)(replace(one) for one in value) if isinstance(value, (list, tuple)) else value
+    def described(tensor: Tensor) -> Any:
+        large = {_LARGE: list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        return tensor if tensor.nbytes <= most else large
 
-    return replace(tree)
+    return map_tensors(tree, described)
 
 
 def _filled(tree: Any, made: list[Tensor]) -> Any:

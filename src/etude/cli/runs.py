@@ -61,9 +61,9 @@ def compare(
     from etude.core.spelling import printable
     from etude.runs import tables
     from etude.runs.comparison import compare_runs
-    from etude.runs.find import find_several
+    from etude.runs.find import find_run
 
-    found = compare_runs(find_several(runs, root))
+    found = compare_runs([find_run(run, root) for run in runs])
     console = _console()
     for title, table in tables.comparison_tables(found):
         if title:
@@ -115,9 +115,9 @@ def plot(
     from etude.core.spelling import printable
     from etude.monitor.series import RunMetrics
     from etude.runs.comparison import short_names
-    from etude.runs.find import find_several
+    from etude.runs.find import find_run
 
-    paths, name = find_several(words[:-1] or ["latest"], root), words[-1]
+    paths, name = [find_run(word, root) for word in words[:-1] or ["latest"]], words[-1]
     curves, names = [RunMetrics(path).series(name, x) for path in paths], short_names(paths)
     if out is not None:
         from etude.runs.figures import save_figure
@@ -136,10 +136,10 @@ def report(
     root: Root = Path("runs"),
 ) -> None:
     """Write a report of runs: one HTML file with charts that opens anywhere, without a network."""
-    from etude.runs.find import find_several
+    from etude.runs.find import find_run
     from etude.runs.report import write_report
 
-    size = write_report(find_several(runs, root), out)
+    size = write_report([find_run(run, root) for run in runs], out)
     print(f"made {out} ({size / 1e6:.1f} MB)")
 
 

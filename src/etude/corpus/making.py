@@ -35,7 +35,8 @@ from etude.corpus.report import (
     write_json,
 )
 from etude.corpus.sources import Found, absolute
-from etude.corpus.tokenizer import Encoder, Vocabulary, checksum, read_vocabulary, tokenizer_file, train_tokenizer
+from etude.corpus.tokenizer import Encoder, Vocabulary, checksum, read_vocabulary, train_tokenizer
+from etude.data.text.tokenizer import tokenizer_file
 from etude.data.tokens.writer import TokenWriter
 
 logger = logging.getLogger("etude")

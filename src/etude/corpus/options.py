@@ -41,14 +41,10 @@ class CorpusOptions:
     """Maximum amount of text for training the tokenizer: a random sample of the training split."""
 
     def __post_init__(self) -> None:
-        for name in ("validation", "test"):
-            share = getattr(self, name)
-            if not 0 <= share < 1:
-                raise DataError(f"{name} must be a share of at least 0 and below 1, got {share}")
-        if self.validation + self.test >= 1:
+        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
             raise DataError(
-                f"validation {self.validation} and test {self.test} leave nothing to train on; "
-                f"together they must be less than 1"
+                f"validation {self.validation} and test {self.test} leave nothing to train on; they must be at least "
+                "0, and together less than 1"
             )
         if self.tokenizer is None and self.vocab_size < SMALLEST_VOCABULARY:
             raise DataError(

@@ -10,7 +10,8 @@ from etude.corpus.making import Job, Progress
 from etude.corpus.options import CorpusOptions
 from etude.corpus.report import FACTS, CorpusReport, folder_lock, read_inputs, read_report
 from etude.corpus.sources import STDLIB, absolute, find_sources
-from etude.corpus.tokenizer import checksum, read_vocabulary, require_tokenizers, tokenizer_file
+from etude.corpus.tokenizer import checksum, read_vocabulary
+from etude.data.text.tokenizer import require_tokenizers, tokenizer_file
 
 
 def prepare_corpus(

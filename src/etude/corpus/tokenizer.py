@@ -1,21 +1,18 @@
 """Tokenizers: training, loading a tokenizer.json, finding special tokens, and encoding texts."""
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.errors import DataError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from etude.data.text.tokenizer import load_tokenizer, tokenizer_file
 
 PATTERN = "|".join(
     [
@@ -59,38 +56,6 @@ class Vocabulary:
     def dtype(self) -> str:
         """The smallest dtype of token files that holds every id."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
-
-
-def require_tokenizers() -> None:
-    """Raise DataError if the tokenizers library is not installed."""
-    if importlib.util.find_spec("tokenizers") is None:
-        raise DataError("tokenizing needs the tokenizers library; install it with: pip install 'etude[text]'")
-
-
-def tokenizer_file(path: str | Path) -> Path:
-    """Return the tokenizer.json of a file or folder path."""
-    path = Path(path).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        where = f"{path} has no tokenizer.json" if path.is_dir() else f"tokenizer {path} does not exist"
-        raise DataError(f"{where}; pass a tokenizer.json, or a folder with one")
-    return file
-
-
-def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load a tokenizer.json, or the one in a folder; truncation and padding are disabled. Raises DataError."""
-    require_tokenizers()
-    from tokenizers import Tokenizer
-
-    file = tokenizer_file(path)
-    try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises only Exception
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(f"{file} is not a tokenizer.json of the tokenizers library ({reason})") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def checksum(path: Path) -> str:

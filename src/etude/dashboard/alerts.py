@@ -2,7 +2,6 @@
 
 import json
 import logging
-import queue
 import re
 import threading
 import time
@@ -115,37 +114,28 @@ def checked_webhook(url: str) -> str:
 
 
 class Webhook:
-    """Sends alerts to a URL, one after the other, by a thread of its own; a failure is reported once."""
+    """Sends alerts to a URL, each by a thread of its own; a failure is reported once."""
 
     def __init__(self, url: str, on_problem: Callable[[str], None] = logger.warning) -> None:
         self._url, self._on_problem = url, on_problem
         self._is_failing = False
-        self._waiting: queue.Queue[dict[str, Any]] = queue.Queue(MOST_ALERTS)
         self._opener = urllib.request.build_opener(_NoRedirects)
-        threading.Thread(target=self._work, name="etude-dashboard-webhook", daemon=True).start()
 
     def send(self, alert: dict[str, Any]) -> None:
         """Send an alert soon."""
+        threading.Thread(target=self._post, args=(alert,), name="etude-dashboard-webhook", daemon=True).start()
+
+    def _post(self, alert: dict[str, Any]) -> None:
+        body = json.dumps({"text": alert["message"], **alert}).encode()
+        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
         try:
-            self._waiting.put_nowait(alert)
-        except queue.Full:
-            self._report("too many alerts are waiting")
-
-    def _work(self) -> None:
-        while True:
-            alert = self._waiting.get()
-            body = json.dumps({"text": alert["message"], **alert}).encode()
-            request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
-            try:
-                with self._opener.open(request, timeout=_TIMEOUT_S):
-                    self._is_failing = False
-            except (OSError, ValueError) as error:
-                self._report(str(getattr(error, "reason", error)))
-
-    def _report(self, why: str) -> None:
-        if not self._is_failing:
-            self._is_failing = True
-            self._on_problem(f"the webhook failed: {why}; alerts are still shown in the page")
+            with self._opener.open(request, timeout=_TIMEOUT_S):
+                self._is_failing = False
+        except (OSError, ValueError) as error:
+            was_failing, self._is_failing = self._is_failing, True
+            if not was_failing:
+                why = getattr(error, "reason", error)
+                self._on_problem(f"the webhook failed: {why}; alerts are still shown in the page")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -235,7 +225,7 @@ class Alerts:
                 latest |= record
             return [latest]
         tail.is_live = is_live
-        lines = tail.read()
+        lines = tail.new_lines()
         if tail.is_replaced:  # by a resume: these are records of before
             tail.to_end()
             return []

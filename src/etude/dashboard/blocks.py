@@ -157,13 +157,13 @@ class Blocks:
         if row is None:
             nothing = np.empty(0)
             return Points(self._x[:, :0], nothing, nothing, nothing, np.empty(0, np.bool_))
-        size, is_rest = self._size, self._rest.shape[1] > 0 and row < self._rest.shape[0]
-        low, high, last = self._values[:, row, :size]
-        parts = [Points(self._x[:, :size], low, high, last, self._bad[row, :size])]
-        if is_rest:
-            rest, bad = _summary(self._rest[row : row + 1, None, :])
-            parts.append(Points(self._rest_x[:, -1:], rest[0, 0], rest[1, 0], rest[2, 0], bad[0]))
-        found = parts[0] if not is_rest else _joined(parts)
+        x, values, bad = self._x[:, : self._size], self._values[:, row, : self._size], self._bad[row, : self._size]
+        if self._rest.shape[1] > 0 and row < self._rest.shape[0]:
+            rest, rest_bad = _summary(self._rest[row : row + 1, None, :])
+            x, values = self.places, np.concatenate([values, rest[:, 0]], axis=1)
+            bad = np.concatenate([bad, rest_bad[0]])
+        low, high, last = values
+        found = Points(x, low, high, last, bad)
         is_there = ~np.isnan(found.low) | found.bad
         return found.at(is_there)
 
@@ -205,10 +205,3 @@ def _widened(array: Any, columns: int) -> Any:
     wide[..., : array.shape[-1]] = array[..., :columns]
     wide[..., array.shape[-1] :] = False if array.dtype == np.bool_ else np.nan
     return wide
-
-
-def _joined(parts: list[Points]) -> Points:
-    return Points(
-        np.concatenate([one.x for one in parts], axis=1),
-        *(np.concatenate([getattr(one, name) for one in parts]) for name in ("low", "high", "last", "bad")),
-    )

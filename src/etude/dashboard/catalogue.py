@@ -4,14 +4,13 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from etude.dashboard.parsing import PLACE, parse
 from etude.dashboard.series import Facts
-from etude.monitor.live import Monitor
+from etude.monitor.live import Monitor, RunStatus
 from etude.monitor.reading import (
     CONFIG,
     ENVIRONMENT,
@@ -120,16 +119,7 @@ class Run:
         status = self._monitor.read(records)
         facts = self.read_facts()
         self._add_names(records)
-        state = {name: value for name, value in asdict(status).items() if name != "path"}
-        return {
-            "id": self.key,
-            **state,
-            "progress": status.progress,
-            "steps_per_epoch": facts.steps_per_epoch,
-            "parameters": facts.parameters,
-            "config": flat(self._read_config(signature)),
-            "names": self.names,
-        }
+        return _described(self, status, facts, self._read_config(signature))
 
     def _read_config(self, signature: Signature) -> dict[str, Any]:
         if self._config is None or self._config[0] != signature[0]:
@@ -212,22 +202,20 @@ def _add_start(facts: Facts, record: dict[str, Any]) -> None:
 
 
 def _signature(run: Path) -> Signature:
-    return tuple(_signatures(run))
-
-
-def _signatures(run: Path) -> Iterator[Signature | None]:
-    """Yield what changes with every file of a run; raise OSError for one that must not be read."""
+    """Return what changes with every file of a run; raise OSError for one that must not be read."""
+    found: list[Signature | None] = []
     for name in _FILES:
         try:
             facts = os.lstat(run / name)
         except FileNotFoundError:
-            yield None
+            found.append(None)
             continue
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(f"{name} is not a regular file")
         if name in _WHOLE and facts.st_size > _MOST_FILE_BYTES:
             raise OSError(f"{name} is too long")
-        yield (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        found.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(found)
 
 
 def ends_of(path: Path) -> bytes:
@@ -247,14 +235,20 @@ def ends_of(path: Path) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
+def _described(run: Run, status: RunStatus, facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a run as plain data."""
+    return {
+        "id": run.key,
+        **{name: value for name, value in asdict(status).items() if name != "path"},
+        "progress": status.progress,
+        "steps_per_epoch": facts.steps_per_epoch,
+        "parameters": facts.parameters,
+        "config": flat(config),
+        "names": run.names,
+    }
+
+
 def _empty(run: Run, state: str, message: str) -> dict[str, Any]:
     """Return a state that says only that."""
-    empty: dict[str, Any] = {"metrics": {}, "config": {}, "names": {}}
-    zero = dict.fromkeys(("step", "epoch", "duration_s", "resumes"), 0)
-    missing = (
-        "activity total_steps progress total_epochs phase steps_per_s left_s started heartbeat last_step_time monitor "
-        "mode best last steps_per_epoch parameters"
-    )
     name = os.fsencode(run.path.name).decode(errors="backslashreplace")
-    known = {"id": run.key, "name": name, "state": state, "message": message}
-    return {**known, **dict.fromkeys(missing.split()), **zero, **empty}
+    return _described(run, RunStatus(run.path, name, state, message=message), Facts(), {})

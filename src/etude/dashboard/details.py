@@ -7,7 +7,7 @@ from typing import Any
 from etude.core.run_layout import DIFF
 from etude.dashboard.catalogue import Run, bounded
 from etude.dashboard.parsing import parse
-from etude.monitor.reading import ENVIRONMENT, EVENTS, RESULT, flat, read_json
+from etude.monitor.reading import ENVIRONMENT, EVENTS, RESULT, flat, last_lines, read_json
 
 MOST_EVENTS = 5000
 _EVENT_BYTES = 4 << 20
@@ -25,7 +25,7 @@ def details(run: Run) -> dict[str, Any]:
         "env": bounded(read_json(run.path / ENVIRONMENT)),
         "git_diff": read_diff(run.path),
         "result": bounded(read_json(run.path / RESULT)),
-        "events": _last_events(run.path / EVENTS),
+        "events": parse(last_lines(run.path / EVENTS, _EVENT_BYTES))[-MOST_EVENTS:],
         "names": run.names,
     }
 
@@ -61,16 +61,3 @@ def _differing(all_values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     keys = dict.fromkeys(key for values in all_values for key in values)
     rows = [{"key": key, "values": [values.get(key) for values in all_values]} for key in keys]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"][1:])]
-
-
-def _last_events(path: Path) -> list[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - _EVENT_BYTES)
-            file.seek(start)
-            data = file.read(_EVENT_BYTES)
-    except OSError:
-        return []
-    data = data[data.find(b"\n") + 1 if start else 0 : data.rfind(b"\n") + 1]
-    return parse(data)[-MOST_EVENTS:]

@@ -45,7 +45,8 @@ def is_local(host: str) -> bool:
     >>> is_local("127.0.0.1"), is_local("localhost"), is_local("0.0.0.0")
     (True, True, False)
     """
-    return host in LOCAL or _is_loopback(host)
+    address = _address(host)
+    return host in LOCAL or (address is not None and address.is_loopback)
 
 
 class Guard:
@@ -99,7 +100,7 @@ class Guard:
         if is_local(name) or name == self.host.lower():
             return True
         if self.host in ("0.0.0.0", "::"):  # the token protects: names of this machine, and addresses
-            return _is_address(name) or name == socket.gethostname().lower()
+            return _address(name) is not None or name == socket.gethostname().lower()
         return False
 
     def _check_token(self, scope: Scope) -> Response | None:
@@ -130,16 +131,11 @@ def _host_name(given: str) -> str | None:
     return parts.hostname if is_plain and (port is None or port > 0) else None
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(name: str) -> bool:
-    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+        return None
 
 
 def _cookie(headers: Headers) -> str | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,17 +40,17 @@ class Facts:
     parameters: int | None = None
 
 
-@dataclass(slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     offset: int
     place: Place
 
 
-class _Zoom:
+class _Zoom(NamedTuple):
     """Records of a range of the file, every one of them."""
 
-    def __init__(self, start: int, end: int, splits: dict[str, Blocks]) -> None:
-        self.start, self.end, self.splits = start, end, splits
+    start: int
+    end: int
+    splits: dict[str, Blocks]
 
 
 class RunSeries:

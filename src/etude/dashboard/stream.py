@@ -78,7 +78,7 @@ class Subscription:
         """Return what is new."""
         key = self.run.key
         messages: list[Message] = []
-        lines = self._metrics.read()
+        lines = self._metrics.new_lines()
         if self._metrics.is_replaced or self._is_stale:
             self._is_stale = False
             self._metrics.to_end()
@@ -86,7 +86,7 @@ class Subscription:
         elif lines:
             messages += self._points(lines)
         for kind, tail in self._others.items():
-            lines = tail.read()
+            lines = tail.new_lines()
             if not tail.is_replaced:
                 messages += [(kind, {"run": key, "record": record}) for record in parse(lines)]
         return messages

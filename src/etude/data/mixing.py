@@ -56,22 +56,20 @@ class Mixing(ABC):
     def _soft(self, labels: Any) -> Tensor:
         if isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape[1:] == (self.num_classes,):
             return labels
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 1:
-            found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-            raise DataError(
-                f"{type(self).__name__} needs one class per sample, or their probabilities; found {found}"
-            )
         try:
+            if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 1:
+                raise RuntimeError(f"found {_form(labels)}")
             return F.one_hot(labels.long(), self.num_classes).float()
         except RuntimeError as error:
-            text = f"labels are classes below num_classes, {self.num_classes}: {error}"
-            raise DataError(f"{type(self).__name__}: {text}") from error
+            raise DataError(
+                f"{type(self).__name__} needs one class per sample, below num_classes ({self.num_classes}), or "
+                f"probabilities of the classes: {error}"
+            ) from error
 
     def _input(self, value: Any, samples: int) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point() or len(value) != samples:
-            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise DataError(
-                f"{type(self).__name__} mixes floating-point tensors with a row per sample; found {found}"
+                f"{type(self).__name__} mixes floating-point tensors with a row per sample; found {_form(value)}"
             )
         return value
 
@@ -158,6 +156,10 @@ def partners(samples: Tensor) -> Tensor:
     count = len(samples)
     places = torch.arange(count, device=samples.device) ^ 1
     return samples[torch.where(places < count, places, max(count - 2, 0))]
+
+
+def _form(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _place_of_labels(parts: dict[Any, Any]) -> Any:

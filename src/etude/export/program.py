@@ -130,7 +130,7 @@ def save_program(model: nn.Module, batch: Batch, path: str | Path, *, task: Task
         file.write_bytes(stream.getbuffer())
         return "torch.export"
 
-    def load(file: Path) -> Run:
+    def load(_: Program, file: Path) -> Run:
         module = torch.export.load(file).module()
         return lambda tensors: _leaves(module(*tensors))
 
@@ -171,24 +171,19 @@ def save_onnx(model: nn.Module, batch: Batch, path: str | Path, *, task: Task | 
         warning = f"; it may be wrong for other inputs: {_line(str(doubts[0].message))}" if doubts else ""
         return f"the older exporter, because dynamo failed ({reason}){warning}"
 
-    def load(file: Path) -> Run:
+    def load(program: Program, file: Path) -> Run:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         names = [one.name for one in session.get_inputs()]
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            given = {
-                name: tensor.cpu().numpy()
-                for name, tensor in zip(program_names, tensors, strict=True)
-                if name in names
-            }
-            return [torch.from_numpy(one) for one in session.run(None, given)]
+            given = zip(program.names, tensors, strict=True)
+            inputs = {name: tensor.cpu().numpy() for name, tensor in given if name in names}
+            return [torch.from_numpy(one) for one in session.run(None, inputs)]
 
         return run
 
-    with eval_mode(model), torch.no_grad():
-        program_names = example_program(model, batch, task).names
     return _save(model, batch, Path(path), make, load, task)
 
 
@@ -217,7 +212,7 @@ def _save(
     batch: Batch,
     path: Path,
     make: Callable[[Program, Path], str],
-    load: Callable[[Path], Run],
+    load: Callable[[Program, Path], Run],
     task: Task | None,
 ) -> Saved:
     """Make a file beside its destination, load and compare it, and only then put it in place."""
@@ -232,7 +227,7 @@ def _save(
         file = Path(folder) / path.name
         try:
             exporter = make(program, file)
-            run = load(file)
+            run = load(program, file)
         except OSError:  # of the disk
             raise
         except Exception as error:  # of the exporter, or of the model's own code
@@ -302,15 +297,11 @@ def _line(text: str) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence exporters, which report their progress, their deprecations and the graphs they fail at."""
-    text = io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    text, before = io.StringIO(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

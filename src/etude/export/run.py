@@ -20,7 +20,7 @@ from etude.experiment.config import load_config
 from etude.experiment.load import model_of, read_weights
 from etude.experiment.opened import OpenedRun
 from etude.export.hub import Card, save_hub
-from etude.export.program import Saved, save_onnx, save_program
+from etude.export.program import save_onnx, save_program
 from etude.export.weights import save_weights, writing_into
 from etude.monitor import RunFolder
 
@@ -97,21 +97,16 @@ def _export(
         saved = save_onnx(model, batch, place / "model.onnx", task=task)
     else:
         saved = save_program(model, batch, place / "model.pt2", task=task)
-    return Exported([saved.path], _words(saved, source, data))
+    words = f"{saved.path}: {source}, by {saved.exporter}; inputs: {', '.join(saved.inputs)}"
+    sizes = ", ".join(map(str, saved.sizes))
+    difference = f"  largest difference from the model {saved.difference:.3g}, on {data} in batches of {sizes}"
+    return Exported([saved.path], [words, difference])
 
 
 def _weights(folder: RunFolder, checkpoint: Checkpoint, import_class: bool) -> Mapping[str, Any] | nn.Module:
     """Return the weights of a checkpoint; if it has only fingerprints of frozen ones, the model that has them."""
     is_whole = all(isinstance(value, Tensor) for value in checkpoint.model_state.values())
     return checkpoint.model_state if is_whole else model_of(folder, checkpoint, import_class=import_class)
-
-
-def _words(saved: Saved, source: str, data: str) -> list[str]:
-    sizes = ", ".join(map(str, saved.sizes))
-    return [
-        f"{saved.path}: {source}, by {saved.exporter}; inputs: {', '.join(saved.inputs)}",
-        f"  largest difference from the model {saved.difference:.3g}, on {data} in batches of {sizes}",
-    ]
 
 
 def _with_example(

@@ -5,48 +5,29 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.monitor.environment import collect_environment
+    from etude.monitor.environment import collect_environment as collect_environment
     from etude.monitor.events import (
-        CheckpointSaved,
-        EpochEnded,
-        EpochStarted,
-        Event,
-        MediaLogged,
-        Noted,
-        PhaseStarted,
-        Recovered,
-        RunEnded,
-        RunStarted,
-        StepsLogged,
-        Validated,
-        Warned,
+        CheckpointSaved as CheckpointSaved,
+        EpochEnded as EpochEnded,
+        EpochStarted as EpochStarted,
+        Event as Event,
+        MediaLogged as MediaLogged,
+        Noted as Noted,
+        PhaseStarted as PhaseStarted,
+        Recovered as Recovered,
+        RunEnded as RunEnded,
+        RunStarted as RunStarted,
+        StepsLogged as StepsLogged,
+        Validated as Validated,
+        Warned as Warned,
     )
-    from etude.monitor.jsonl import JsonlSink
-    from etude.monitor.live import Monitor, RunStatus
-    from etude.monitor.run_folder import FINISHED, RunFolder, default_run_dir, newest_run
-
-__all__ = [
-    "FINISHED",
-    "CheckpointSaved",
-    "EpochEnded",
-    "EpochStarted",
-    "Event",
-    "JsonlSink",
-    "MediaLogged",
-    "Monitor",
-    "Noted",
-    "PhaseStarted",
-    "Recovered",
-    "RunEnded",
-    "RunFolder",
-    "RunStarted",
-    "RunStatus",
-    "StepsLogged",
-    "Validated",
-    "Warned",
-    "collect_environment",
-    "default_run_dir",
-    "newest_run",
-]
+    from etude.monitor.jsonl import JsonlSink as JsonlSink
+    from etude.monitor.live import Monitor as Monitor, RunStatus as RunStatus
+    from etude.monitor.run_folder import (
+        FINISHED as FINISHED,
+        RunFolder as RunFolder,
+        default_run_dir as default_run_dir,
+        newest_run as newest_run,
+    )
 
 __getattr__ = load_late(__name__, __file__)

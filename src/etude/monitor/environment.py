@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from etude.lazy import package_version
 
 GIT_TIMEOUT_S = 5.0
-MOST_DIFF_BYTES = 200_000
-"""Bytes of a diff that are kept."""
+MOST_DIFF_CHARS = 200_000
+"""Characters of a diff that are kept."""
 _GIT = ("git", "-c", "core.fsmonitor=false")  # a repository may configure a program there, which would be run
 
 
@@ -66,7 +65,7 @@ def _git(folder: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     changes = _ask_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes)}
 
 
 def uncommitted(folder: Path | None = None) -> str:
@@ -74,40 +73,17 @@ def uncommitted(folder: Path | None = None) -> str:
 
     Empty outside a repository, without git, or if git takes too long.
     """
-    command = [*_GIT, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD"]
-    try:
-        with subprocess.Popen(
-            command,
-            cwd=folder,
-            env=_git_variables(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            timer = threading.Timer(GIT_TIMEOUT_S, process.kill)
-            timer.start()
-            try:
-                assert process.stdout is not None
-                diff = process.stdout.read(MOST_DIFF_BYTES + 1)
-            finally:
-                timer.cancel()
-                process.kill()  # the rest is not wanted
-    except OSError:
-        return ""
-    cut = "" if len(diff) <= MOST_DIFF_BYTES else f"\n… cut off after {MOST_DIFF_BYTES:,} bytes\n"
-    return diff[:MOST_DIFF_BYTES].decode(errors="replace") + cut
+    diff = _ask_git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") or ""
+    cut = "" if len(diff) <= MOST_DIFF_CHARS else f"\n… cut off after {MOST_DIFF_CHARS:,} characters\n"
+    return diff[:MOST_DIFF_CHARS] + cut
 
 
-def _git_variables() -> dict[str, str]:
-    return {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # do not take the lock of the repository's index
-
-
-def _ask_git(folder: Path, *arguments: str) -> str | None:
+def _ask_git(folder: Path | None, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(
             [*_GIT, *arguments],
             cwd=folder,
-            env=_git_variables(),
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # do not take the lock of the repository's index
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -117,4 +93,4 @@ def _ask_git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    return answer.stdout if answer.returncode == 0 else None

@@ -14,7 +14,7 @@
     RunEnded            finished, stopped, interrupted or failed
 
 Every event knows its time (seconds since 1970), step and epoch (counted from zero). `record_of` returns it as plain
-data, in the form of the run folder's files, and `event_of` reads that back.
+data, in the form of the run folder's files.
 """
 
 from collections.abc import Mapping
@@ -162,13 +162,6 @@ class RunEnded(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-_METRICS = {one.split: one for one in (StepsLogged, Validated, EpochEnded)}
-_OTHERS = {
-    one.kind: one
-    for one in (RunStarted, EpochStarted, CheckpointSaved, PhaseStarted, Warned, Recovered, MediaLogged, RunEnded)
-}
-
-
 def record_of(event: Event) -> dict[str, Any]:
     """Return an event as plain data, as it is written to a file of the run folder.
 
@@ -185,29 +178,3 @@ def record_of(event: Event) -> dict[str, Any]:
     facts = named.pop("facts", {})
     kind = "resume" if named.get("resumed") else named.pop("topic", event.kind)
     return {"time": event.time, "kind": kind, **named, **{key: one for key, one in facts.items() if key not in named}}
-
-
-def event_of(record: Mapping[str, Any]) -> Event:
-    """Return the event of a record; keys that it does not know, as those of another version, are dropped.
-
-    >>> event_of({"time": 9.0, "kind": "unfreeze", "step": 3, "message": "2 more", "epoch": 1})
-    Noted(time=9.0, step=3, epoch=1, message='2 more', facts={}, topic='unfreeze')
-    """
-    place: dict[str, Any] = {
-        "time": float(record.get("time") or 0),
-        "step": record.get("step") or 0,
-        "epoch": record.get("epoch") or 0,
-    }
-    rest = {key: value for key, value in record.items() if key not in (*place, "kind", "split")}
-    if (split := record.get("split")) in _METRICS:
-        return _METRICS[split](**place, metrics=rest)
-    kind = str(record.get("kind"))
-    made: Any = RunStarted if kind == "resume" else _OTHERS.get(kind, Noted)
-    known = {one.name for one in fields(made)}
-    if "facts" in known:
-        message = str(rest.pop("message", ""))
-        topic = {"topic": kind} if made is Noted else {}
-        return made(**place, message=message, facts=rest, **topic)  # type: ignore[no-any-return]
-    given = {key: value for key, value in rest.items() if key in known}
-    missing = {key: "" for key in ("path", "name", "media", "data") if key in known and key not in given}
-    return made(**place, **given, **missing)  # type: ignore[no-any-return]

@@ -20,11 +20,12 @@ NONFINITE = "nonfinite"
 """Key that lists the non-finite values of a record; they are written as null."""
 
 
-class AppendFile:
-    """A file to which whole lines are appended, each in one unbuffered write.
+class JsonlSink:
+    """A file of JSON lines, to which records are appended, each in one unbuffered write.
 
-    A failed write leaves no partial line. Its lines are kept and retried with the next ones; the problem is reported
-    once, through `on_problem`, until a write succeeds again.
+    Non-finite values are written as null and listed under `nonfinite`, so every line is valid JSON. A failed write
+    leaves no partial line. Its lines are kept and retried with the next ones; the problem is reported once, through
+    `on_problem`, until a write succeeds again.
     """
 
     def __init__(self, path: str | Path, on_problem: Callable[[str], None] = logger.warning) -> None:
@@ -34,11 +35,11 @@ class AppendFile:
         self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
         self._failing = False
 
-    def add(self, line: str) -> None:
-        """Append a line; does not raise OSError."""
-        self._pending.append(line.encode())
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record; `tail -f` shows it at once. Does not raise OSError."""
+        self._pending.append(encode(record).encode() + b"\n")
         try:
-            self._write(b"".join(self._pending))
+            self._append(b"".join(self._pending))
         except OSError as error:
             if not self._failing:
                 self._failing = True
@@ -50,15 +51,16 @@ class AppendFile:
             self._pending.clear()
 
     def close(self) -> None:
-        """Close the file; a later `add` opens it again."""
+        """Close the file; a later `write` opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _write(self, data: bytes) -> None:
+    def _append(self, data: bytes) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _drop_torn_line(self._descriptor)
+            if (end := last_line_end(self.path)) < os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, end)  # the rest was being written when a process died
         size = os.fstat(self._descriptor).st_size
         try:
             written = 0
@@ -69,17 +71,6 @@ class AppendFile:
                 os.ftruncate(self._descriptor, size)
             self.close()  # reopening also replaces a handle that a network file system has lost
             raise
-
-
-class JsonlSink(AppendFile):
-    """Appends records to a file of JSON lines.
-
-    Non-finite values are written as null and listed under `nonfinite`, so every line is valid JSON.
-    """
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record; `tail -f` shows it at once."""
-        self.add(encode(record) + "\n")
 
 
 def encode(record: Mapping[str, Any]) -> str:
@@ -142,15 +133,15 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
     return str(value)
 
 
-def _drop_torn_line(descriptor: int) -> None:
-    """Truncate an open file after its last newline: the rest was being written when a process died."""
-    size = end = os.lseek(descriptor, 0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 4096)
-        os.lseek(descriptor, start, os.SEEK_SET)
-        newline = os.read(descriptor, end - start).rfind(b"\n")
-        end = start + newline + 1
-        if newline >= 0:
-            break
-    if end < size:
-        os.ftruncate(descriptor, end)
+def last_line_end(path: Path) -> int:
+    """Return where the last whole line of a file ends; 0 if there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0

@@ -83,12 +83,12 @@ class Monitor:
         self._events = Follower(self.path / EVENTS)
         self._restarts = 0
         self._history = _History()
-        self._name = ""
 
     def read(self, records: Iterable[dict[str, Any]] | None = None) -> RunStatus:
         """Return the state of the run at this moment; `records` are its last metrics, if they are known."""
         history, beat, result = self._read_events(), read_json(self.path / STATUS), read_json(self.path / RESULT)
-        status = RunStatus(self.path, history.name or self._config_name(), "", total_epochs=history.total_epochs)
+        name = history.name or str(read_config(self.path).get("name") or self.path.name)
+        status = RunStatus(self.path, name, "", total_epochs=history.total_epochs)
         status.phase, status.message, status.resumes = history.phase, history.message, history.resumes
         status.state = self._state(history, beat, result)
         status.total_steps = history.total_steps
@@ -130,11 +130,6 @@ class Monitor:
                 self._history.add(record)
             if not records:
                 return self._history
-
-    def _config_name(self) -> str:
-        if not self._name:
-            self._name = str(read_config(self.path).get("name") or self.path.name)
-        return self._name
 
 
 def _add_metrics(status: RunStatus, records: Iterable[dict[str, Any]]) -> None:

@@ -35,18 +35,21 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def last_records(path: Path, most_bytes: int = _BLOCK) -> list[dict[str, Any]]:
-    """Return the records at the end of a file of JSON lines, oldest first: those of the last `most_bytes`."""
+def last_lines(path: Path, most_bytes: int = _BLOCK) -> bytes:
+    """Return the whole lines in the last bytes of a file; empty if there are none."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - most_bytes)
+            start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
             file.seek(start)
-            lines = file.read(most_bytes).split(b"\n")
+            data = file.read(most_bytes)
     except OSError:
-        return []
-    whole = lines[1:-1] if start else lines[:-1]  # the first may be cut, the last is being written
-    return [record for line in whole if (record := decode(line)) is not None]
+        return b""
+    return data[data.find(b"\n") + 1 if start else 0 : data.rfind(b"\n") + 1]
+
+
+def last_records(path: Path, most_bytes: int = _BLOCK) -> list[dict[str, Any]]:
+    """Return the records at the end of a file of JSON lines, oldest first."""
+    return [record for line in last_lines(path, most_bytes).splitlines() if (record := decode(line)) is not None]
 
 
 class Follower:

@@ -83,15 +83,10 @@ class RunFolder:
                 if folder.holds_run:  # the removed run may have its checkpoints elsewhere
                     cls.open(path).remove_run()
                 folder.remove_run()
-            elif folder.is_rebuildable:
+            elif folder.is_rebuildable or folder.is_used:
+                way = f"use `etude resume {quote(str(folder.path))}` or" if folder.is_rebuildable else "use"
                 raise RunFolderError(
-                    f"{folder.path} already holds a run; use `etude resume {quote(str(folder.path))}` "
-                    f"or another --run-dir (--overwrite removes the run)"
-                )
-            elif folder.is_used:
-                raise RunFolderError(
-                    f"{folder.path} already holds a run made in Python; use another --run-dir "
-                    f"(--overwrite removes the run)"
+                    f"{folder.path} already holds a run; {way} another --run-dir (--overwrite removes the run)"
                 )
         return folder
 

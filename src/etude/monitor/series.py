@@ -29,11 +29,6 @@ class Series:
     x: Array
     y: Array
 
-    @property
-    def num_nonfinite(self) -> int:
-        """Number of values that were NaN or infinite."""
-        return int(np.isnan(self.y).sum())
-
 
 @dataclass(frozen=True, slots=True)
 class Buckets:

@@ -1,6 +1,5 @@
 """Find the run that a word on the command line means: a path, a name, the beginning of one, or `latest`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from etude.core.errors import RunFolderError
@@ -37,19 +36,9 @@ def find_run(word: str, root: str | Path = "runs") -> Path:
         raise RunFolderError(
             f"'{shorten(word)}' may be one of {len(found)} runs: {some}{more}; write more of its name"
         )
-    if not runs:
-        raise RunFolderError(
-            f"there is no run '{shorten(word)}': no runs in {root}; choose another folder with --dir"
-        )
     close = did_you_mean(given, {*names.values(), *(path.name for path in runs)})
-    raise RunFolderError(
-        f"there is no run '{shorten(word)}' in {root}{close or '; `etude runs list` lists the runs'}"
-    )
-
-
-def find_several(words: Sequence[str], root: str | Path = "runs") -> list[Path]:
-    """Return the folders of several runs."""
-    return [find_run(word, root) for word in words]
+    hint = close or "; `etude runs list` lists the runs, --dir chooses another folder"
+    raise RunFolderError(f"there is no run '{shorten(word)}' in {root}{hint}")
 
 
 def _is_name(word: str, name: str) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from etude.callbacks.events import EventCallback
 from etude.callbacks.sinks.worker import Worker
 from etude.core import ConfigError
 from etude.engine.callback import Logs, RunInfo
-from etude.monitor.events import Event, MediaLogged, MetricsEvent, Noted, RunEnded, RunStarted, StepsLogged, event_of
+from etude.monitor.events import Event, MediaLogged, MetricsEvent, Noted, RunEnded, RunStarted, StepsLogged
 from etude.monitor.jsonl import decode, encode, read_jsonl
 from etude.monitor.run_folder import SINKS, RunFolder
 
@@ -239,8 +238,9 @@ def curves_at(run_dir: Path | None, step: int) -> set[str]:
     if run_dir is None or step < 0:
         return set()
     folder = RunFolder(run_dir)
-    records = chain(read_jsonl(folder.metrics_path), read_jsonl(folder.media_path))
-    return {curve_of(event_of(record)) for record in records if record.get("step") == step}
+    records = [*read_jsonl(folder.metrics_path), *read_jsonl(folder.media_path)]
+    here = [record for record in records if record.get("step") == step]
+    return {str(record.get("split") or f"media/{record.get('name')}") for record in here}
 
 
 def config_text(run_dir: str | None) -> str:
@@ -256,15 +256,3 @@ def settings_of(start: RunStarted) -> dict[str, Any]:
     config = yaml.safe_load(config_text(start.run_dir)) or {}
     facts = {"device": start.device, "parameters": start.parameters, "total_steps": start.total_steps}
     return {**(config if isinstance(config, dict) else {}), **facts}
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names.
-
-    >>> flat({"training": {"epochs": 3}, "callbacks": ["ema"]})
-    {'training.epochs': 3, 'callbacks': ['ema']}
-    """
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 from annotated_types import Gt
 
-from etude.callbacks.sinks.base import ServiceSink, flat, scalars, settings_of
+from etude.callbacks.sinks.base import ServiceSink, scalars, settings_of
 from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.monitor.events import Event, MediaLogged, MetricsEvent, RunEnded, RunStarted
+from etude.monitor.reading import flat
 from etude.monitor.run_folder import RunFolder
 
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Annotated, Any
 
@@ -88,7 +89,8 @@ class PrometheusExporter(SinkCallback):
             raise OSError(f"port {self.port} cannot be used ({error.strerror or error}); set another port") from error
         server.daemon_threads = True
         self._server, self.address = server, f"http://127.0.0.1:{server.server_port}/metrics"
-        self._thread = threading.Thread(target=server.serve_forever, name="etude-prometheus-server", daemon=True)
+        serve = partial(server.serve_forever, poll_interval=0.05)  # the end of a run waits for it
+        self._thread = threading.Thread(target=serve, name="etude-prometheus-server", daemon=True)
         self._thread.start()
 
     def write(self, events: list[Event]) -> None:

@@ -1,21 +1,20 @@
 """Arrays for config files: .npz, .safetensors, or a folder of .npy files. Reading them never executes code."""
 
-import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from annotated_types import Ge
+from safetensors import SafetensorError, safe_open
 
 from etude.config.registry import register
 from etude.core.errors import DataError
 from etude.core.spelling import did_you_mean, listed
 from etude.data.catalog.files import MAX_BYTES
-from etude.data.catalog.holdout import Share, fingerprint, hold_out, mix_keys, shares
+from etude.data.catalog.holdout import Share, fingerprint, hold_out, mix_keys, own_files, shares
 from etude.data.catalog.rows import Array, ArrayRows, Scaling, digest_blocks
 from etude.data.splits import DataSplits, OtherData, check_labels
 
@@ -24,18 +23,6 @@ LABELS = ("labels", "y", "Y", "targets", "target")
 """Usual names of inputs and labels."""
 MAX_RATIO = 100
 """Arrays above MAX_BYTES are not unpacked if this many times larger than in their archive."""
-_DTYPES = {
-    "F64": "f8",
-    "F32": "f4",
-    "F16": "f2",
-    "I64": "i8",
-    "I32": "i4",
-    "I16": "i2",
-    "I8": "i1",
-    "U8": "u1",
-    "BOOL": "?",
-}
-"""Dtypes of safetensors that NumPy supports."""
 
 
 def prepare_arrays(path: Path, facts: Mapping[str, Any], arguments: Mapping[str, Any], labelled: bool) -> OtherData:
@@ -75,9 +62,8 @@ def load_arrays(
     keys = mix_keys(mix_keys(np.array([seed], dtype=np.uint64)) ^ np.arange(len(main["inputs"]), dtype=np.uint64))
     rows = hold_out(keys, *shares(validation, test))
     found = {part: (main, one if len(rows) > 1 else None) for part, one in rows.items()}
-    for part, place in (("validation", validation), ("test", test)):
-        if isinstance(place, str):
-            found[part] = read_arrays(Path(place).expanduser(), inputs, labels, like=main), None
+    for part, place in own_files(validation, test).items():
+        found[part] = read_arrays(place, inputs, labels, like=main), None
     num_classes = _num_classes([arrays["labels"] for arrays, _ in found.values()])
     scaling = Scaling.of(main["inputs"], rows["train"]) if standardize else None
     parts: dict[str, Any] = {
@@ -180,7 +166,7 @@ class ArrayFiles(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         try:
             array: Array = self._openers[name]()
-        except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, TypeError, EOFError, MemoryError, zipfile.BadZipFile) as error:
             reason = "it holds Python objects" if "allow_pickle" in str(error) else " ".join(str(error).split())
             raise DataError(f"{self.path}: array {name!r} cannot be read ({reason})") from error
         return array
@@ -202,14 +188,16 @@ def _open(path: Path) -> ArrayFiles:
             path.stat()
             return ArrayFiles(path, {INPUTS[0]: lambda: np.load(path, mmap_mode="r")})
         if path.suffix == ".safetensors":
-            return _open_safetensors(path)
+            file: Any = safe_open(path, "pt")  # as tensors they are mapped, as arrays they would be read
+            names = file.keys()
+            return ArrayFiles(path, {name: lambda name=name: file.get_tensor(name).numpy() for name in names})
         if path.suffix == ".npz":
             with zipfile.ZipFile(path) as archive:
                 names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             return ArrayFiles(path, {name: lambda name=name: _unpacked(path, name) for name in names})
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
         raise DataError(f"{path} cannot be read ({' '.join(str(error).split())})") from error
     raise DataError(f"{path} is not a file of arrays; use a .npz or .safetensors file, or a folder of .npy files")
 
@@ -225,27 +213,3 @@ def _unpacked(path: Path, name: str) -> Array:
         with archive.open(entry) as file:
             array: Array = np.lib.format.read_array(file, allow_pickle=False)
     return array
-
-
-def _open_safetensors(path: Path) -> ArrayFiles:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError("it is truncated or not a safetensors file")
-        header = json.loads(file.read(size))
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return ArrayFiles(
-        path, {name: lambda entry=entry: _mapped(path, entry, 8 + size) for name, entry in entries.items()}
-    )
-
-
-def _mapped(path: Path, entry: Mapping[str, Any], start: int) -> npt.NDArray[Any]:
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"type {entry['dtype']}; save it as F32")
-    begin, end = entry["data_offsets"]
-    dtype, shape = np.dtype(f"<{_DTYPES[entry['dtype']]}"), tuple(entry["shape"])
-    if end - begin != dtype.itemsize * int(np.prod(shape)) or start + end > path.stat().st_size:
-        raise ValueError("it is truncated, or its header is wrong")
-    if end == begin:
-        return np.zeros(shape, dtype)
-    return np.memmap(path, dtype, mode="r", offset=start + begin, shape=shape)

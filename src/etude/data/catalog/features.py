@@ -13,7 +13,7 @@ from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.holdout import Rows, fingerprint
 from etude.data.catalog.screening import MAX_CATEGORIES, report, screen
-from etude.data.catalog.table import Kind, Numbers, Table, new_matrix
+from etude.data.catalog.table import Kind, Numbers, Table, new_matrix, too_many_texts
 from etude.data.catalog.table_files import TableFormat, in_threads
 from etude.data.splits import DataSplits, TensorData
 
@@ -49,7 +49,8 @@ class Part:
     @property
     def block_rows(self) -> int:
         """The number of rows in a block."""
-        return max(1, BLOCK_VALUES // max(1, self.table.numbers.shape[1]))
+        columns: int = self.table.numbers.shape[1]
+        return max(1, BLOCK_VALUES // max(1, columns))
 
     def numbers(self, block: slice) -> npt.NDArray[np.float32]:
         """Return all numbers of some of its rows, minus the table's reference."""
@@ -272,12 +273,7 @@ class FeatureColumns:
 def _categories(table: Table, name: str) -> list[str]:
     values = table.texts[name].values
     if len(values) > MAX_CATEGORIES:
-        few = ", ".join(repr(shorten(value)) for value in values[:3])
-        raise DataError(
-            f"{table.path}: column {name!r} has {len(values)} different texts (such as {few}); a "
-            f"category takes at most {MAX_CATEGORIES}: exclude it with `exclude: [{name}]`, or fix values that "
-            "should be numbers"
-        )
+        raise too_many_texts(table.path, name, values)
     return in_order(values)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 from annotated_types import Ge, Lt
 
 from etude.core.errors import DataError
+from etude.data.order.permutation import GOLDEN, scramble
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Rows = npt.NDArray[np.intp]
@@ -51,20 +53,19 @@ def _smallest(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.bool_]
 
 
 def mix_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix the bits of 64-bit numbers (the finalizer of SplitMix64)."""
-    keys = keys + np.uint64(0x9E3779B97F4A7C15)
-    shifted = keys >> np.uint64(30)
-    keys ^= shifted  # in place: a new array of a million keys takes longer to allocate than to compute
-    keys *= np.uint64(0xBF58476D1CE4E5B9)
-    keys ^= np.right_shift(keys, np.uint64(27), out=shifted)
-    keys *= np.uint64(0x94D049BB133111EB)
-    keys ^= np.right_shift(keys, np.uint64(31), out=shifted)
-    return keys
+    """Return 64-bit numbers that depend on the given ones in every bit."""
+    return scramble(keys + GOLDEN)
 
 
 def shares(validation: float | str | None, test: float | str | None) -> tuple[float, float]:
     """Return the shares to hold out: 0 for a part with its own file."""
     return validation if isinstance(validation, float) else 0.0, test if isinstance(test, float) else 0.0
+
+
+def own_files(validation: float | str, test: float | str) -> dict[str, Path]:
+    """Return the parts with their own file or folder."""
+    given = {"validation": validation, "test": test}
+    return {part: Path(place).expanduser() for part, place in given.items() if isinstance(place, str)}
 
 
 def fingerprint(parts: Iterable[Any], facts: Mapping[str, Any] | None = None) -> str:

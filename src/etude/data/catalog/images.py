@@ -20,7 +20,7 @@ from etude.core.errors import ConfigError, DataError
 from etude.core.spelling import listed
 from etude.data.catalog.augment import Augmentations
 from etude.data.catalog.files import logger
-from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, shares
+from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, own_files, shares
 from etude.data.catalog.rows import Array, ArrayRows, Scaling
 from etude.data.splits import DataSplits, OtherData
 
@@ -29,7 +29,7 @@ OTHER_SUFFIXES = frozenset(
     (".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".svg", ".tga", ".dng", ".cr2", ".nef")
 )
 """Extensions of images that are not read."""
-SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+SPLIT_FOLDERS = {"validation": ("validation", "val", "valid"), "test": ("test",)}
 IN_MEMORY_BYTES = 2**30
 """Decoded images up to this total size are kept in memory."""
 SAMPLED_IMAGES = 2000
@@ -171,12 +171,10 @@ def find_images(folder: Path, validation: float | str, test: float | str, seed: 
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; use one with a folder of images per class")
     roots = {"train": folder / "train" if (folder / "train").is_dir() else folder}
-    for part, given in (("validation", validation), ("test", test)):
-        if isinstance(given, str):
-            roots[part] = Path(given).expanduser()
-        elif roots["train"] != folder:
-            own = next((folder / name for name in SPLIT_FOLDERS[part] if (folder / name).is_dir()), None)
-            roots |= {} if own is None else {part: own}
+    if roots["train"] != folder:
+        places = [(part, folder / name) for part, names in SPLIT_FOLDERS.items() for name in reversed(names)]
+        roots |= {part: place for part, place in places if place.is_dir()}
+    roots |= own_files(validation, test)
     parts = {part: _images_in(root) for part, root in roots.items()}
     classes = sorted({_class_of(file, roots["train"]) for file in parts["train"]})
     if len(classes) < 2:

@@ -1,7 +1,7 @@
 """A table in memory: one matrix of its numbers, and codes of its texts, filled block by block."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -80,6 +80,15 @@ class Table:
     def kinds(self) -> dict[str, Kind]:
         """Return the kind of each column."""
         return {name: "text" if name in self.texts else "number" for name in self.names}
+
+
+def too_many_texts(path: Path, name: str, values: Sequence[str]) -> DataError:
+    """Return the error for a column of too many different texts."""
+    few = ", ".join(repr(shorten(value)) for value in values[:3])
+    return DataError(
+        f"{path}: column {name!r} has {len(values):,} or more different texts (such as {few}), too many categories; "
+        f"exclude it with `exclude: [{name}]`, or fix values that should be numbers"
+    )
 
 
 def new_matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
@@ -176,13 +185,8 @@ class TableBuilder:
             self._copies = self._copies[(numbers[:, self._copies] == numbers[:, self._target]).all(0)]
 
     def _check_values(self, name: str, rows: int) -> None:
-        values = self.texts[name].known
-        if MAX_VALUES < len(values) != rows:
-            few = ", ".join(repr(shorten(value)) for value in list(values)[:3])
-            raise DataError(
-                f"{self.path}: column {name!r} has more than {MAX_VALUES:,} different texts (such as {few}); "
-                f"exclude it with `exclude: [{name}]`, or fix values that should be numbers"
-            )
+        if MAX_VALUES < len(self.texts[name].known) != rows:
+            raise too_many_texts(self.path, name, list(self.texts[name].known))
 
     def table(self) -> Table:
         """Return the table. Raises DataError if it has no rows."""

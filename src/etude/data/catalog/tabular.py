@@ -13,7 +13,7 @@ from etude.config.registry import register
 from etude.core.errors import ConfigError, DataError
 from etude.data.catalog.delimited import NumberForm
 from etude.data.catalog.features import FeatureColumns, FeatureOptions, Missing, Part, Task, labels_of, make_splits
-from etude.data.catalog.holdout import Share, hold_out, mix_keys, shares
+from etude.data.catalog.holdout import Share, hold_out, mix_keys, own_files, shares
 from etude.data.catalog.screening import screen
 from etude.data.catalog.table import Kind
 from etude.data.catalog.table_files import TableFormat
@@ -144,9 +144,8 @@ def _load(
     parts = {part: Part(main, found if len(rows) > 1 else slice(None)) for part, found in rows.items()}
     left_out = screen(main, options.target, options.named)
     used = [name for name in main.names if name not in left_out]
-    for part, place in (("validation", validation), ("test", test)):
-        if isinstance(place, str):
-            parts[part] = Part(form.read(Path(place).expanduser(), used, kinds), slice(None))
+    for part, file in own_files(validation, test).items():
+        parts[part] = Part(form.read(file, used, kinds), slice(None))
     return make_splits(parts, options)
 
 

@@ -14,12 +14,13 @@ from annotated_types import Ge
 
 from etude.config.registry import register
 from etude.core.batch import Batch
-from etude.core.errors import ConfigError, DataError
+from etude.core.errors import DataError
 from etude.core.spelling import shorten
 from etude.data.catalog.features import in_order
-from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, mix_keys, shares
+from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, mix_keys, own_files, shares
 from etude.data.splits import DataSplits, LoaderData, OtherData
 from etude.data.text.padding import filled, padded_width, scatter
+from etude.data.text.tokenizer import load_tokenizer, tokenizer_file
 
 Encode = Callable[[list[str]], list[Any]]
 PAD_ID = 0
@@ -108,11 +109,7 @@ def load_jsonl(
     validation, test: a file, or the share of lines held out. Which lines depends on their content and `seed`.
     """
     main = list(_read_lines(Path(path).expanduser(), text, label))
-    parts = {
-        part: list(_read_lines(Path(place).expanduser(), text, label))
-        for part, place in (("validation", validation), ("test", test))
-        if isinstance(place, str)
-    }
+    parts = {part: list(_read_lines(file, text, label)) for part, file in own_files(validation, test).items()}
     return text_splits(main, parts, shares(validation, test), seed, tokenizer, max_length)
 
 
@@ -146,7 +143,7 @@ def text_splits(
         **found,
         num_classes=len(classes),
         vocab_size=vocab_size,
-        tokenizer=None if tokenizer == "bytes" else _tokenizer_file(tokenizer),
+        tokenizer=None if tokenizer == "bytes" else tokenizer_file(tokenizer),
         facts={"fingerprint": fingerprint([ids, ends, labels], facts), **facts},
     )
 
@@ -200,26 +197,8 @@ def _encoder(tokenizer: str) -> tuple[Encode, int]:
     """Return a function that encodes texts, and the vocabulary size. For bytes, id 0 is padding."""
     if tokenizer == "bytes":
         return lambda texts: [np.frombuffer(text.encode(), np.uint8) + np.int32(1) for text in texts], 257
-    file = _tokenizer_file(tokenizer)
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError("a tokenizer.json needs the tokenizers library: pip install 'etude[text]'") from error
-    try:
-        found = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises only Exception
-        raise DataError(f"{file} is not a tokenizer.json ({shorten(' '.join(str(error).split()), 120)})") from error
-    found.no_truncation()
-    found.no_padding()
+    found = load_tokenizer(tokenizer)
     return lambda texts: [one.ids for one in found.encode_batch(texts)], max(found.get_vocab().values()) + 1
-
-
-def _tokenizer_file(tokenizer: str) -> Path:
-    path = Path(tokenizer).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise DataError(f"tokenizer: {file} does not exist; use `bytes`, a tokenizer.json, or a folder with one")
-    return file
 
 
 def _encoded(texts: Sequence[str], encode: Encode, max_length: int) -> tuple[npt.NDArray[np.int32], Rows]:

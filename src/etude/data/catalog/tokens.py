@@ -157,15 +157,11 @@ def load_tokens(
     }
     known = token_fields(schema, opened.values(), vocab_size)
     parts: dict[str, Any] = {split: reading.split(file, split) for split, file in opened.items()}
-    return DataSplits(**parts, tokenizer=_tokenizer(root), **known)
+    tokenizer = Path(root).expanduser() / "tokenizer.json"
+    return DataSplits(**parts, tokenizer=tokenizer if tokenizer.is_file() else None, **known)
 
 
 def find_split(root: str, split: str) -> str | None:
     """Return the path or URL of a split's file below `root`, or None if there is none."""
     places = [f"{folder_of(root)}/{name}.bin" for name in SPLIT_NAMES[split]]
     return next((place for place in places if exists(place)), None)
-
-
-def _tokenizer(root: str) -> Path | None:
-    path = Path(root).expanduser() / "tokenizer.json"
-    return path if path.is_file() else None

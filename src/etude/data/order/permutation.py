@@ -22,10 +22,20 @@ SORTED_LIMIT = 2**16
 """Up to this size a whole permutation is computed by sorting: cheapest, and uniform over all permutations."""
 MAX_SIZE = 2**62
 _ROUNDS = 4
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SCRAMBLE_1 = np.uint64(0xBF58476D1CE4E5B9)
 _SCRAMBLE_2 = np.uint64(0x94D049BB133111EB)
 _SCRAMBLE_32 = 0x85EBCA6B
+
+
+def scramble(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix the bits of 64-bit numbers in place: the finalizer of SplitMix64, which is one-to-one."""
+    spare = np.empty_like(words)  # a new array in each line would take longer to allocate than to compute
+    for shift, factor in ((30, _SCRAMBLE_1), (27, _SCRAMBLE_2)):
+        words ^= np.right_shift(words, np.uint64(shift), out=spare)
+        words *= factor
+    words ^= np.right_shift(words, np.uint64(31), out=spare)
+    return words
 
 
 class Order(Protocol):
@@ -134,13 +144,9 @@ class KeyedPermutation:
     def _sorted(self) -> Indices:
         """The order of the positions' hashes; the hash is one-to-one, so there are no ties."""
         words = np.arange(self.size, dtype=np.uint64)
-        words *= _GOLDEN
+        words *= GOLDEN
         words += np.uint64(mix(self.key))
-        for shift, factor in ((30, _SCRAMBLE_1), (27, _SCRAMBLE_2)):
-            words ^= words >> np.uint64(shift)
-            words *= factor
-        words ^= words >> np.uint64(31)
-        return np.argsort(words)
+        return np.argsort(scramble(words))
 
     def _walk(self, start: int, stop: int) -> Indices:
         """Values of the network; those outside range(size) are passed through again (cycle walking)."""

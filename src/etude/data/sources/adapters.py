@@ -188,19 +188,14 @@ class ForeignIterator:
                 raise
 
     def _skip(self, batches: Iterator[Batch]) -> None:
-        seen = 0
-        while seen < self.position:
-            batch = next(batches, None)
-            if batch is None:
-                raise DataError(
-                    f"cannot resume at sample {self.position}: the loader ends after {seen}; use the data of the "
-                    "saved run"
-                )
+        seen, batch = 0, None
+        while seen < self.position and (batch := next(batches, None)) is not None:
             seen += num_samples(batch) * self._world_size
-        if seen > self.position:
+        if seen != self.position:
+            what = "the loader ends after" if batch is None else "a batch of the loader ends at sample"
             raise DataError(
-                f"cannot resume at sample {self.position}: a batch of the loader ends at sample {seen}; "
-                f"use the batch size and number of ranks of the run that was saved"
+                f"cannot resume at sample {self.position}: {what} {seen}; use the data, batch size and number of ranks "
+                "of the saved run"
             )
 
 

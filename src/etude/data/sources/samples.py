@@ -80,7 +80,8 @@ class Samples:
         self.source: TensorSource | GatheredBatches | DatasetSource
         if is_in_memory(data):
             # For a CUDA device the source does everything that can be done to several batches at once.
-            at_once = transform if cuda and is_elementwise(transform) and not isinstance(data, Mapping) else None
+            is_elementwise = getattr(transform, "elementwise", False)
+            at_once = transform if cuda and is_elementwise and not isinstance(data, Mapping) else None
             transform = None if at_once is not None else transform
             self.source = TensorSource(data, labels, pin_memory=pin, device=cuda, transform=at_once)
             self.size, there = self.source.num_samples, self.source.device
@@ -201,11 +202,6 @@ class BatchTransform:
 
 def _decodes(data: Any) -> bool:
     return isinstance(data, DecodingSource) and data.decodes
-
-
-def is_elementwise(transform: object) -> bool:
-    """Whether a transform declares itself elementwise: several batches may be passed to it together."""
-    return bool(getattr(transform, "elementwise", False))
 
 
 def _takes_generator(transform: Transform) -> bool:

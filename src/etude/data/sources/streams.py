@@ -144,12 +144,10 @@ class StreamSource:
                 f"sequence_length is {length}, but stream '{name}' has no token sequences (tokens, text_corpus …); "
                 "remove sequence_length"
             )
-        if length < 1:
-            raise DataError(f"sequence_length is {length}; it must be at least 1")
-        if source.longest is not None and length > source.longest:
+        if length < 1 or (source.longest is not None and length > source.longest):
             raise DataError(
-                f"sequence_length {length} is more than the {source.longest} tokens that samples of stream "
-                f"'{name}' have; choose a smaller one, or increase the length of the stream"
+                f"sequence_length {length} is more than the {source.longest} tokens that samples of stream '{name}' "
+                "have, or less than 1; choose another one, or increase the length of the stream"
             )
         if length == source.longest:
             return whole

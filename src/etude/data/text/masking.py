@@ -11,16 +11,15 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.core.random import mix
-from etude.data.order.permutation import Indices
+from etude.data.order.permutation import GOLDEN, Indices, scramble
 from etude.data.sources.base import BatchSource, MeasuredSource, OrderedSource, ResizableSource
 from etude.data.text.padding import IGNORED
 
 Words = NDArray[np.uint64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SCRAMBLE_1 = np.uint64(0xBF58476D1CE4E5B9)
-_SCRAMBLE_2 = np.uint64(0x94D049BB133111EB)
 _HALF_WORD = np.uint64(32)
+_MASKED, _REPLACED = round(0.8 * 2**32), round(0.9 * 2**32)
+"""Of chosen tokens, 80 % are hidden, 10 % replaced by another one, and 10 % stay."""
 
 
 def sample_keys(indices: Indices, *, epoch: int, seed: int) -> Words:
@@ -30,7 +29,7 @@ def sample_keys(indices: Indices, *, epoch: int, seed: int) -> Words:
     >>> bool(a[1] == b[0]), bool(a[0] == a[1])
     (True, False)
     """
-    return _scrambled(indices.astype(np.uint64) * _GOLDEN + np.uint64(mix(seed, epoch, 7)))
+    return scramble(indices.astype(np.uint64) * GOLDEN + np.uint64(mix(seed, epoch, 7)))
 
 
 def mask_tokens(
@@ -42,13 +41,11 @@ def mask_tokens(
     rate: float = 0.15,
     special_ids: Sequence[int] = (),
     attention_mask: Tensor | None = None,
-    mask_share: float = 0.8,
-    random_share: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
     """Return ids with hidden tokens and the corresponding labels, as in BERT.
 
-    Each token is chosen with probability `rate`. Of the chosen ones `mask_share` become `mask_id`, `random_share` a
-    random token of the vocabulary, and the rest do not change. Labels are the original ids at the chosen positions,
+    Each token is chosen with probability `rate`. Of the chosen ones 80 % become `mask_id`, 10 % a random token of the
+    vocabulary, and the rest do not change. Labels are the original ids at the chosen positions,
     -100 elsewhere. `special_ids` and padding (where `attention_mask` is 0) are never chosen, and special ids are
     never inserted.
 
@@ -61,7 +58,7 @@ def mask_tokens(
     >>> bool((labels[hidden != text] == text[hidden != text]).all())
     True
     """
-    masking = _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share)
+    masking = _Masking(mask_id, vocab_size, rate, special_ids)
     return masking(ids, sample_keys, attention_mask)
 
 
@@ -81,10 +78,8 @@ class MaskedTokens:
         *,
         rate: float = 0.15,
         special_ids: Sequence[int] = (),
-        mask_share: float = 0.8,
-        random_share: float = 0.1,
     ) -> None:
-        self._masking = _Masking(mask_id, vocab_size, rate, special_ids, mask_share, random_share)
+        self._masking = _Masking(mask_id, vocab_size, rate, special_ids)
         self._attach(source)
 
     def _attach(self, source: BatchSource) -> None:
@@ -127,25 +122,16 @@ class _Masking:
         vocab_size: int,
         rate: float,
         special_ids: Sequence[int],
-        mask_share: float,
-        random_share: float,
     ) -> None:
         if not 0 < rate <= 1:
             raise DataError(f"rate is {rate}; it must be above 0 and at most 1")
-        if min(mask_share, random_share) < 0 or mask_share + random_share > 1 + 1e-9:
-            raise DataError(
-                f"mask_share is {mask_share} and random_share is {random_share}; they must not be negative, and at "
-                "most 1 together"
-            )
         special = np.unique(np.array([mask_id, *special_ids], np.int64))
         if special[0] < 0 or special[-1] >= vocab_size:
             raise DataError(f"mask_id and special_ids are {special.tolist()}; ids must be 0 to {vocab_size - 1}")
-        if len(special) == vocab_size and random_share > 0:
+        if len(special) == vocab_size:
             raise DataError(f"all {vocab_size} ids are special, so none can replace a token")
         self.mask_id, self.special, self.num_plain = mask_id, special, vocab_size - len(special)
         self.threshold = np.uint64(max(round(rate * 2**64) - 1, 0))
-        self.masked = round(mask_share * 2**32)
-        self.replaced = min(round((mask_share + random_share) * 2**32), 2**32)
         # Ordinary ids are numbered without the special ones: number n is id n plus the special ids before it.
         self.before = special - np.arange(len(special))
 
@@ -157,7 +143,7 @@ class _Masking:
             )
         if len(keys) != len(ids):
             raise DataError(f"there are {len(keys)} keys for {len(ids)} samples; pass one per sample")
-        words = _grid(keys, ids.shape[1])
+        words = scramble(keys[:, None] + np.arange(ids.shape[1], dtype=np.uint64) * GOLDEN)
         wanted = words <= self.threshold
         if real is not None:
             wanted &= real.numpy() != 0
@@ -168,7 +154,7 @@ class _Masking:
         plain = np.isin(originals, self.special, invert=True)
         places, originals = places[plain], originals[plain]
         labels[places] = originals
-        flat[places] = self._instead(originals, _scrambled(words.reshape(-1)[places] + _GOLDEN))
+        flat[places] = self._instead(originals, scramble(words.reshape(-1)[places] + GOLDEN))
         return torch.from_numpy(result), torch.from_numpy(labels.reshape(result.shape))
 
     def _instead(self, originals: NDArray[Any], words: Words) -> NDArray[Any]:
@@ -176,20 +162,4 @@ class _Masking:
         how = words >> _HALF_WORD
         which = (((words & np.uint64(2**32 - 1)) * np.uint64(self.num_plain)) >> _HALF_WORD).view(np.int64)
         which += np.searchsorted(self.before, which, side="right")
-        return np.where(how < self.masked, self.mask_id, np.where(how < self.replaced, which, originals))
-
-
-def _grid(keys: Words, length: int) -> Words:
-    """A hash word for every position of every sample."""
-    return _scrambled(keys[:, None] + np.arange(length, dtype=np.uint64) * _GOLDEN)
-
-
-def _scrambled(words: Words) -> Words:
-    """The finalizer of splitmix64, in place: every bit of the result depends on every bit of the word."""
-    spare = np.empty_like(words)
-    for shift, factor in ((30, _SCRAMBLE_1), (27, _SCRAMBLE_2)):
-        np.right_shift(words, np.uint64(shift), out=spare)
-        np.bitwise_xor(words, spare, out=words)
-        np.multiply(words, factor, out=words)
-    np.right_shift(words, np.uint64(31), out=spare)
-    return np.bitwise_xor(words, spare, out=words)
+        return np.where(how < _MASKED, self.mask_id, np.where(how < _REPLACED, which, originals))

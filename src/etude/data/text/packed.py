@@ -37,7 +37,6 @@ class PackedDocuments:
             takes 13 bytes of memory per document. Which documents share a block is determined by `seed`, once.
         last: an incomplete last block of "split": "drop" omits it, "pad" pads it.
         labels: "next", "none", or the name of a stream, instead of the default above.
-        cross_documents: label the last token of a document with the first token of the next one.
         attention: "starts" adds "document_starts", where documents and padding begin in each block: with it
             attention kernels need no mask. It is (B, starts), int32, equally many for all blocks; unused ones
             are `length`. "ids" omits it: a model builds the mask from `document_ids` or from where `position_ids`
@@ -54,7 +53,6 @@ class PackedDocuments:
         pad_id: int = 0,
         last: Literal["drop", "pad"] = "drop",
         labels: str | None = None,
-        cross_documents: bool = False,
         attention: Attention = "starts",
         causal: bool = True,
         seed: int = 0,
@@ -65,7 +63,7 @@ class PackedDocuments:
                 raise DataError(f"{name} is {value!r}; it must be {' or '.join(map(repr, allowed))}")
         self.file = opened(file)
         self.strategy, self.last, self.attention, self.causal = strategy, last, attention, causal
-        self.pad_id, self.cross_documents, self.seed = pad_id, cross_documents, seed
+        self.pad_id, self.seed = pad_id, seed
         self.columns = Columns(self.file, labels, whole=False)
         self._lay_out(length)
 
@@ -141,15 +139,11 @@ class PackedDocuments:
         """Next tokens within the block; then the last token of every part gets the label of its document."""
         labels = constant(ids.shape, IGNORED)
         np.copyto(labels[:, :-1], ids[:, 1:], where=mask[:, 1:])
-        if not self.cross_documents:
-            ends = _flat_starts(pieces, self.length) + pieces.lengths - 1
-            labels.reshape(-1)[ends] = IGNORED
+        labels.reshape(-1)[_flat_starts(pieces, self.length) + pieces.lengths - 1] = IGNORED
         # Only the last part of a full block can continue, with the next token of the file.
         final = np.cumsum(pieces.counts) - 1
         follows = pieces.starts[final] + pieces.lengths[final]
         goes_on = ~pieces.ends[final]
-        if self.cross_documents and self.strategy == "split":
-            goes_on = follows < self.file.num_tokens
         labels[goes_on, -1] = self.file.rows(follows[goes_on], 1)[:, 0]
         return labels
 

@@ -9,7 +9,7 @@ from etude.core.errors import DataError
 from etude.data.tokens.file import TokenFile
 from etude.data.tokens.vectors import Ints, MappedFile, Vector
 
-FLAT_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+FLAT_DTYPES = ("uint8", "int8", "int16", "uint16", "uint32", "int32", "int64")
 
 LLMC_BYTES = 1024
 """An llm.c file begins with 256 int32: magic, version, number of tokens, zeros."""
@@ -55,25 +55,18 @@ def open_llmc(file: MappedFile) -> TokenFile:
 
 def open_megatron(tokens: MappedFile, index: MappedFile) -> TokenFile:
     """Open a pair of files. A sample is a document; document starts are held in memory, 8 bytes each."""
-    head = index.read(0, _INDEX_HEAD.size)
-    if not head.startswith(INDEX_MAGIC) or len(head) < _INDEX_HEAD.size:
-        raise DataError(f"{index.name} is damaged: it does not begin like the index of a Megatron data set")
-    _, version, code, sequences, entries = _INDEX_HEAD.unpack(head)
+    head = index.read(0, _INDEX_HEAD.size).ljust(_INDEX_HEAD.size, b"\0")
+    magic, version, code, sequences, entries = _INDEX_HEAD.unpack(head)
     dtype = _INDEX_DTYPES.get(code)
-    if version != 1 or dtype is None:
-        raise DataError(
-            f"{index.name} has version {version} and tokens of type {code}; only version 1 with integers is supported"
-        )
+    if magic != INDEX_MAGIC or version != 1 or dtype is None:
+        raise DataError(f"{index.name} is damaged, or no index of a Megatron data set of version 1 with integers")
     expected = _INDEX_HEAD.size + 12 * sequences + 8 * entries
     if index.size not in (expected, expected + sequences):  # multimodal data has a byte per sequence at the end
         raise DataError(
-            f"{index.name} is damaged: {sequences:,} sequences and {entries:,} document indices take {expected:,} "
-            f"bytes, found {index.size:,}; make or copy it again"
+            f"{index.name} is damaged: its {sequences:,} sequences and {entries:,} document indices take "
+            f"{expected:,} bytes, found {index.size:,}; make or copy it again"
         )
-    size = np.dtype(dtype).itemsize
-    if tokens.size % size:
-        raise DataError(f"{tokens.name} has {tokens.size:,} bytes, not a multiple of the {size} that {dtype} takes")
-    vector = tokens.vector(0, tokens.size // size, dtype)
+    vector = open_flat(tokens, dtype).vectors[None]
     documents = _documents(index, sequences, entries, vector)
     return TokenFile(tokens.name, "megatron", vector, lambda: documents)
 
@@ -87,14 +80,11 @@ def _documents(index: MappedFile, sequences: int, entries: int, tokens: Vector) 
         for (start, stop), kind in zip(places, ("<i4", "<i8", "<i8"), strict=True)
     )
     ends: Ints = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    adjoin = np.array_equal(pointers, ends[:-1] * tokens.dtype.itemsize) and not (lengths < 0).any()
-    if not adjoin or ends[-1] != tokens.count:
+    is_whole = np.array_equal(pointers, ends[:-1] * tokens.dtype.itemsize) and not (lengths < 0).any()
+    in_order = not (np.diff(documents) < 0).any() and (not entries or (documents[0], documents[-1]) == (0, sequences))
+    if not is_whole or ends[-1] != tokens.count or not in_order:
         raise DataError(
-            f"{index.name} is damaged: its sequences are not contiguous or do not fill the .bin; create or copy "
+            f"{index.name} is damaged: its documents do not contain all tokens of the .bin in order; create or copy "
             "both again"
-        )
-    if (np.diff(documents) < 0).any() or (entries and (documents[0], documents[-1]) != (0, sequences)):
-        raise DataError(
-            f"{index.name} is damaged: its documents do not contain all sequences in order; copy it again"
         )
     return Vector(index.name, ends[documents] if entries else ends[:1])

@@ -141,14 +141,11 @@ def _refuse_without_schema(file: TokenFile) -> None:
 
 def _num_types(files: Collection[TokenFile], schema: TokenSchema | None) -> int | None:
     """Return the number of types in the stream `types`: from the files, else from the schema."""
-    known = [_types_of(file, schema) for file in files if TYPES in file.streams]
-    return max((number for number in known if number is not None), default=None)
-
-
-def _types_of(file: TokenFile, schema: TokenSchema | None) -> int | None:
-    number: Any = file.meta.get("num_types")
-    if number is None:
-        return None if schema is None else schema.num_types
-    if type(number) is not int or number < 1:
-        raise DataError(f"{file.path} has num_types {number!r} in its metadata; it must be an integer of at least 1")
-    return number
+    known: list[int] = []
+    for file in files:
+        number: Any = file.meta.get("num_types", None if schema is None else schema.num_types)
+        if TYPES in file.streams and number is not None:
+            if type(number) is not int or number < 1:
+                raise DataError(f"{file.path} has num_types {number!r} in its metadata; it must be at least 1")
+            known.append(number)
+    return max(known, default=None)

@@ -26,6 +26,11 @@ class Line:
     color: int = 0
     faint: bool = False
 
+    @property
+    def css(self) -> str:
+        """Its classes in the style sheet."""
+        return f"c{self.color % COLORS}{' faint' if self.faint else ''}"
+
 
 @dataclass(frozen=True, slots=True)
 class Marks:
@@ -69,8 +74,9 @@ def chart(title: str, lines: Sequence[Line], marks: Marks, points: int = 300, *,
     width, height = (320, 150) if small else (640, 230)
     axes = _axes([few for _, few in drawn], width, height)
     bad = np.concatenate([line.series.x[np.isnan(line.series.y)] for line, _ in drawn])
+    box = [_LEFT, _TOP, width - _RIGHT, height - _BOTTOM]  # for the script that shows values
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{text(title)}"{_data(axes)}>',
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{text(title)}" data-box="{json.dumps(box)}">',
         *_events(axes, marks),
         *_grid(axes),
         *(_band(axes, few, line) for line, few in drawn),
@@ -78,9 +84,7 @@ def chart(title: str, lines: Sequence[Line], marks: Marks, points: int = 300, *,
         *_ticks_at(axes, bad, "bad", axes.height - _BOTTOM + 6, "not finite"),
         "</svg>",
     ]
-    legend = "".join(
-        f'<span class="key c{line.color % COLORS}{_faint(line)}">{text(line.label)}</span>' for line, _ in drawn
-    )
+    legend = "".join(f'<span class="key {line.css}">{text(line.label)}</span>' for line, _ in drawn)
     scale = ' <span class="muted">log scale</span>' if axes.log else ""
     caption = f"<figcaption><b>{text(title)}</b>{scale} {legend if len(drawn) > 1 else ''}</figcaption>"
     return f'<figure class="chart{" small" if small else ""}">{caption}{"".join(parts)}</figure>'
@@ -98,12 +102,6 @@ def _axes(curves: Sequence[Buckets], width: int, height: int) -> _Axes:
         edge = (high / 2 - low / 2) * 0.08
         low, high = max(-1.7e308, low - edge), min(1.7e308, high + edge)
     return _Axes(left, right, low, high, log, width, height)
-
-
-def _data(axes: _Axes) -> str:
-    """Return where the drawing area is, for the script that shows values."""
-    box = [_LEFT, _TOP, axes.width - _RIGHT, axes.height - _BOTTOM]
-    return f' data-box="{json.dumps(box)}"'
 
 
 def _grid(axes: _Axes) -> list[str]:
@@ -161,20 +159,12 @@ def _inside(axes: _Axes, steps: Sequence[float] | Array) -> Array:
 
 def _curve(axes: _Axes, few: Buckets, line: Line) -> str:
     x, y = axes.x(few.x), axes.y(few.last)
-    kind = f"line c{line.color % COLORS}{_faint(line)}"
     values = [[_digits(one) for one in few.x], [_digits(one) for one in few.last]]
-    data = text(
-        json.dumps({"name": printable_label(line), "x": values[0], "y": values[1]}, separators=(",", ":")), 1 << 20
-    )
+    data = text(json.dumps({"name": line.label[:80], "x": values[0], "y": values[1]}, separators=(",", ":")), 1 << 20)
     dots = ""
     if np.isfinite(y).sum() <= 40:
         dots = "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2"/>' for a, b in zip(x, y, strict=True) if b == b)
-    return f'<g class="{kind}" data-points="{data}"><path d="{path_of(x, y)}"/>{dots}</g>'
-
-
-def printable_label(line: Line) -> str:
-    """Return the name of a curve for the script."""
-    return line.label[:80]
+    return f'<g class="line {line.css}" data-points="{data}"><path d="{path_of(x, y)}"/>{dots}</g>'
 
 
 def _band(axes: _Axes, few: Buckets, line: Line) -> str:
@@ -248,7 +238,3 @@ def compact(value: float) -> str:
 
 def _digits(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def _faint(line: Line) -> str:
-    return " faint" if line.faint else ""

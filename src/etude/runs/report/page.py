@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.callbacks.progress_lines import duration, metric, number, rate
+from etude.callbacks.progress_lines import duration, metric, number, speed
 from etude.core.errors import RunFolderError
 from etude.core.files import write_text
 from etude.lazy import package_version
@@ -58,8 +58,8 @@ def report(paths: Sequence[Path]) -> str:
         _metric_table(found),
         *(_details(found, place) for place in range(len(paths))),
         _differences(found) if single is None else "",
-        section("Config", *(_config(found, place) for place in range(len(paths)))),
-        section("Environment", *(_environment(found, place) for place in range(len(paths)))),
+        section("Config", *(_settings(found, place, leaves(read_config(path))) for place, path in enumerate(paths))),
+        section("Environment", *(_settings(found, place, environment_of(path)) for place, path in enumerate(paths))),
         section("Events", *(_events(found, place) for place in range(len(paths)))),
     ]
     return _document(title, "\n".join(part for part in parts if part))
@@ -92,13 +92,17 @@ def _tiles(status: RunStatus, found: Comparison) -> str:
     start = _start(found, 0)
     judge = status.monitor
     tiles = [
-        ("state", f'<span class="state {text(status.state)}">{text(status.state)}</span>', _reason(status)),
+        (
+            "state",
+            f'<span class="state {text(status.state)}">{text(status.state)}</span>',
+            "" if status.message == status.state else status.message,
+        ),
         (f"best {judge}", *_judged(judge, status.best)),
         (f"last {judge}", *_judged(judge, status.last)),
         ("progress", text(progress(status)), f"step {status.step:,}"),
         ("duration", duration(status.duration_s), _when(status.started)),
         ("parameters", _count(start.get("parameters")), f"{_count(start.get('trainable'))} trained"),
-        ("speed", *_speed(status)),
+        ("speed", next((words for name, words in speed(status.metrics) if not name), ""), ""),
         ("device", text(start.get("device") or "", 30), ""),
         ("resumes", str(status.resumes) if status.resumes else "", ""),
     ]
@@ -111,23 +115,12 @@ def _tiles(status: RunStatus, found: Comparison) -> str:
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
-def _reason(status: RunStatus) -> str:
-    return "" if status.message == status.state else status.message
-
-
 def _judged(name: str, one: dict[str, Any] | None) -> tuple[str, str]:
     if not one:
         return "", ""
     value, epoch = one.get("value"), one.get("epoch")
     shown = metric(name, value if isinstance(value, (int, float)) else None)
     return text(shown), f"epoch {epoch}, step {_count(one.get('step'))}"
-
-
-def _speed(status: RunStatus) -> tuple[str, str]:
-    for unit in ("tokens", "samples", "batches"):
-        if value := status.metrics.get(f"{unit}_per_s"):
-            return f"{rate(value)} {unit}/s", ""
-    return "", ""
 
 
 def _overview(found: Comparison) -> str:
@@ -207,14 +200,6 @@ def _differences(found: Comparison) -> str:
         if rows
     ]
     return section("Differences", *tables)
-
-
-def _config(found: Comparison, place: int) -> str:
-    return _settings(found, place, leaves(read_config(found.statuses[place].path)))
-
-
-def _environment(found: Comparison, place: int) -> str:
-    return _settings(found, place, environment_of(found.statuses[place].path))
 
 
 def _settings(found: Comparison, place: int, settings: Mapping[str, Any]) -> str:
