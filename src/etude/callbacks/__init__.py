@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from etude.callbacks.gradient_monitor import GradientMonitor
     from etude.callbacks.lr_schedule import LRSchedule
     from etude.callbacks.model_checkpoint import ModelCheckpoint
+    from etude.callbacks.profiler import Profiler
     from etude.callbacks.progress import ProgressDisplay
     from etude.callbacks.recorder import RunRecorder
     from etude.callbacks.sinks.base import SinkCallback
@@ -43,6 +44,7 @@ __all__ = [
     "MLflowLogger",
     "ModelCheckpoint",
     "OpenTelemetryLogger",
+    "Profiler",
     "ProgressDisplay",
     "PrometheusExporter",
     "RunInfo",

@@ -11,6 +11,7 @@ _HOMES = {
         "callbacks.freeze": "freeze",
         "callbacks.gradient_monitor": "gradient_monitor",
         "callbacks.model_checkpoint": "model_checkpoint",
+        "callbacks.profiler": "profiler",
         "callbacks.sinks.mlflow": "mlflow",
         "callbacks.sinks.opentelemetry": "opentelemetry",
         "callbacks.sinks.prometheus": "prometheus",

@@ -131,6 +131,11 @@ class DataLoader:
         assert isinstance(self._source, SampledBatches), "streams have a plan instead of a sampler; use a DataLoader"
         return self._source.sampler
 
+    @property
+    def can_use_workers(self) -> bool:
+        """Whether worker processes can make its batches: samples of a dataset, and decoded images."""
+        return isinstance(self._source, SampledBatches) and self._source.samples.can_use_workers
+
     def __len__(self) -> int:
         return self.num_batches
 
