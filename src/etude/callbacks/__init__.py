@@ -6,15 +6,17 @@ from etude.lazy import load_late
 
 if TYPE_CHECKING:
     from etude.callbacks.csv_logger import CSVLogger
+    from etude.callbacks.device_stats import DeviceStats
     from etude.callbacks.early_stopping import EarlyStopping
     from etude.callbacks.ema import EMA
     from etude.callbacks.events import EventCallback, Telemetry
-    from etude.callbacks.find_nonfinite import FindNonfinite
     from etude.callbacks.freeze import Freeze
     from etude.callbacks.gradient_health import GradientHealth
     from etude.callbacks.gradient_monitor import GradientMonitor
+    from etude.callbacks.learning_rate_monitor import LearningRateMonitor
     from etude.callbacks.lr_schedule import LRSchedule
     from etude.callbacks.model_checkpoint import ModelCheckpoint
+    from etude.callbacks.nan_debugger import NaNDebugger
     from etude.callbacks.profiler import Profiler
     from etude.callbacks.progress import ProgressDisplay
     from etude.callbacks.recorder import RunRecorder
@@ -34,15 +36,17 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "CallbackList",
+    "DeviceStats",
     "EarlyStopping",
     "EventCallback",
-    "FindNonfinite",
     "Freeze",
     "GradientHealth",
     "GradientMonitor",
     "LRSchedule",
+    "LearningRateMonitor",
     "MLflowLogger",
     "ModelCheckpoint",
+    "NaNDebugger",
     "OpenTelemetryLogger",
     "Profiler",
     "ProgressDisplay",
