@@ -184,6 +184,8 @@ class Profiler(Callback):
         assert self._timeline is not None
         assert self._trace is not None
         totals, counts, trace = self._timeline.totals_ms(), self._timeline.counts, self._trace
+        if run.device.type == "cpu":  # batches are there already
+            totals["data"] = totals.get("data", 0.0) + totals.pop("transfer", 0.0)
         intervals = {name: one for name, one in self._intervals(run).items() if counts.get(name)}
         each = {name: totals[name] / counts[name] for name in intervals}
         parts = {name: ms / self.steps for name, ms in totals.items() if name not in BETWEEN}
