@@ -214,7 +214,7 @@ def test_an_error_ends_the_profile():
     Trainer(net(), data(), config=CONFIG, callbacks=[Profiler(start=1, steps=1)], progress=False).train()
 
 
-def test_resumed_before_and_after_the_profiled_steps(tmp_path):
+def test_resumed_before_and_after_the_profiled_steps(tmp_path, caplog):
     def run(epochs, **options):
         profiler = Profiler(start=60, steps=5)
         config = CONFIG | {"epochs": epochs}
@@ -225,7 +225,13 @@ def test_resumed_before_and_after_the_profiled_steps(tmp_path):
 
     assert run(1) is None
     assert run(2, resume=True).first == 61
+    before = (tmp_path / "run/profile/profile.json").read_bytes()
     assert run(3, resume=True) is None
+    assert (tmp_path / "run/profile/profile.json").read_bytes() == before
+    assert "nothing is profiled" not in caplog.text
+    (tmp_path / "run/profile/profile.txt").unlink()
+    assert run(4, resume=True) is None
+    assert "nothing is profiled" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [{"start": 0}, {"steps": 0}])
@@ -243,10 +249,12 @@ def test_inner_parts_are_not_counted_twice(clock):
         with span("transfer"):
             busy(8)
         busy(4)
+    with span("validation"), span("transfer"):  # its own
+        busy(3)
     watch(None)
     busy(1)
     times.end()
-    assert times.totals_ms() == pytest.approx({"rest": 1, "data": 8, "transfer": 8})
+    assert times.totals_ms() == pytest.approx({"rest": 1, "data": 8, "transfer": 8, "validation": 3})
 
 
 # --- advice, by numbers
@@ -258,7 +266,7 @@ def profile(**parts):
     return Profile("cuda:0", 1, 20, usual | given, **parts)
 
 
-GPU = Facts(is_cuda=True, precision="bf16", is_compiled=True, is_captured=True, cores=16, threads=8)
+GPU = Facts(is_cuda=True, precision="bf16", is_compiled=True, cores=16, threads=8)
 
 
 def changes(measured, facts):
@@ -284,6 +292,7 @@ def changes(measured, facts):
         (profile(data=2.5), Facts(source="memory", cores=8, threads=8), {"training.prefetch=2": 0.2}),
         (profile(data=2.5), Facts(source="memory", prefetch=2, cores=8, threads=8), {}),
         (profile(data=10.0), Facts(source="other", cores=8, threads=8), {}),
+        (profile(data=10.0, busy_cores=1.9), Facts(source="dataset", cores=2, threads=2), {}),
         (profile(data=0.4), Facts(source="dataset", cores=8, threads=8), {}),
         (
             profile(logging=0.75, intervals={"logging": 1.0}),
@@ -315,9 +324,16 @@ def test_advice(measured, facts, expected):
         (profile(transfer=2.5, matrix_ms=10), {"pin_memory": False}, {"training.pin_memory=true": 0.2}),
         (profile(transfer=2.5, matrix_ms=10), {"source": "memory"}, {"training.prefetch=2": 0.2}),
         (profile(matrix_ms=8.0), {"precision": "fp32", "has_bf16": True}, {"training.precision=bf16": 0.4}),
+        (
+            profile(matrix_ms=8.0),
+            {"precision": "fp32", "has_bf16": True, "is_tf32": False},
+            {
+                "training.precision=bf16 (or TF32: torch.set_float32_matmul_precision('high') in your program)": 0.4,
+            },
+        ),
         (profile(matrix_ms=8.0), {"precision": "fp32"}, {}),
         (profile(matrix_ms=5.0, other_ms=5.0), {"is_compiled": False}, {"training.compile=step": 0.5}),
-        (profile(matrix_ms=4.0), {"capture": "off", "is_captured": False}, {"training.capture=auto": 0.6}),
+        (profile(matrix_ms=4.0), {"capture": "off"}, {"training.capture=auto": 0.6}),
         (
             profile(matrix_ms=4.0),
             {"batch_size": 32, "free_memory": 0.9},
@@ -331,7 +347,6 @@ def test_advice_for_a_gpu(measured, facts, expected):
         "is_cuda": True,
         "precision": "bf16",
         "is_compiled": True,
-        "is_captured": True,
         "cores": 16,
         "threads": 16,
     }

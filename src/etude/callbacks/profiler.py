@@ -82,6 +82,8 @@ class Profiler(Callback):
         self._run, self._notes = run, []
         if run.is_main and run.clock.step <= self.start:
             self.profile, self._due = None, self.start
+        elif run.is_main and self.profile is None and not (resolve(self.folder, run) / TABLE).exists():
+            self.notify(f"profiler: the run continues after step {self.start}, so nothing is profiled")
 
     def on_step_end(self, report: StepReport) -> None:
         """Begin the next stage, if it is time."""
@@ -218,7 +220,6 @@ class Profiler(Callback):
         return {**({"logging": float(logs)} if logs else {}), **({"saving": 1 / saves} if saves else {})}
 
     def _facts(self, run: RunInfo) -> Facts:
-        assert self._timeline is not None
         parts, settings, is_cuda = self._parts, self.settings, run.device.type == "cuda"
         step = None if parts is None else parts.step
         source, loads = _source_of(None if parts is None else parts.train_loader)
@@ -229,8 +230,8 @@ class Profiler(Callback):
             precision="fp32" if step is None else step.precision.name,
             has_bf16=is_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
             is_compiled=compiled == "step" or settings.get("compile") == "model",
+            is_tf32=torch.get_float32_matmul_precision() != "highest",
             capture=settings.get("capture", "auto"),
-            is_captured="captured" in self._timeline.counts,
             pin_memory=settings.get("pin_memory", True),
             batch_size=settings.get("batch_size") if isinstance(loads, DataLoader) else None,
             can_fuse=_can_fuse(run.optimizer),

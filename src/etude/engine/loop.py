@@ -91,6 +91,7 @@ class Loop:
                 self._run_epoch()
         finally:
             self.step.objective.end_run()
+            self.step.batches = ()  # their memory is free again
         if self.clock.position and not self.control.stop:
             self._end_inside_epoch()
         if not self.control.stop:

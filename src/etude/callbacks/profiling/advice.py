@@ -25,8 +25,9 @@ class Facts:
     precision: str = "fp32"
     has_bf16: bool = False
     is_compiled: bool = False
+    is_tf32: bool = True
+    """Whether matrix products in float32 use tensor cores, with fewer digits."""
     capture: str = "auto"
-    is_captured: bool = False
     source: Source = "other"
     """Who makes the batches: Etude from a dataset, or from memory or files; a torch DataLoader; or something else."""
     num_workers: int = 0
@@ -53,7 +54,8 @@ def advise(profile: Profile, facts: Facts) -> list[Advice]:
 
 def _data(profile: Profile, facts: Facts) -> Advice | None:
     wait, share = profile.parts.get("data", 0.0), profile.share("data")
-    if share < WAIT:
+    is_full = not facts.is_cuda and profile.busy_cores > 0.9 * facts.cores  # nobody is left to make batches
+    if share < WAIT or is_full:
         return None
     work = max(profile.step_ms - wait, 1e-9)
     why = f"data wait is {share:.0%} of a step"
@@ -105,7 +107,8 @@ def _precision(profile: Profile, facts: Facts) -> Advice | None:
     if not (facts.is_cuda and facts.precision == "fp32" and facts.has_bf16) or share < KERNELS:
         return None
     why = f"matrix products in float32 are {share:.0%} of a step, and this GPU has tensor cores"
-    return Advice(why, "training.precision=bf16", share * HALF)
+    tf32 = "" if facts.is_tf32 else " (or TF32: torch.set_float32_matmul_precision('high') in your program)"
+    return Advice(why, f"training.precision=bf16{tf32}", share * HALF)
 
 
 def _compile(profile: Profile, facts: Facts) -> Advice | None:

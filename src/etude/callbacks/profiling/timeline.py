@@ -10,6 +10,9 @@ import torch
 REST = "rest"
 """What is outside of all parts: the loop itself, and callbacks."""
 
+CLOSED = ("captured", "logging", "saving", "validation")
+"""Parts whose inner parts are their own: a validation copies batches, too."""
+
 
 class Timeline:
     """Marks the boundaries of parts: by the clock on the CPU, by events in the stream of a CUDA device.
@@ -57,7 +60,7 @@ class Timeline:
     def enter(self, name: str) -> None:
         """Begin a part inside the current one."""
         self.counts[name] = self.counts.get(name, 0) + 1
-        self._open.append(name)
+        self._open.append(self._open[-1] if self._open[-1] in CLOSED else name)
         self._mark()
 
     def leave(self) -> None:

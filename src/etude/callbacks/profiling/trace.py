@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,14 +95,14 @@ class Trace:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide what the profiler's library prints to the terminal when it starts and stops."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
+    with ExitStack() as stack:
+        with suppress(OSError):  # there is no such output
+            kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+            stack.callback(os.close, kept)
+            stack.callback(os.close, null)
+            os.dup2(null, 2)
+            stack.callback(os.dup2, kept, 2)
         yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 def _is_matrix(name: str) -> bool:
