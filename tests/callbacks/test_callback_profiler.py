@@ -200,6 +200,14 @@ def test_a_run_that_is_too_short_says_so(caplog):
     assert "120 steps" in caplog.text
 
 
+def test_two_profiles_of_the_same_steps(caplog):
+    first, second = Profiler(start=2, steps=9), Profiler(start=5, steps=1, folder="second")
+    Trainer(net(), data(), config=CONFIG, callbacks=[first, second], progress=False).train()
+    assert first.profile.parts["forward"] > 0
+    assert second.profile is None
+    assert "another profile" in caplog.text
+
+
 def test_an_error_ends_the_profile():
     class Fail(Callback):
         def on_log(self, record):

@@ -10,7 +10,7 @@ from etude.experiment import load_experiment_config, profile_experiment
 
 def test_a_profile_of_a_short_experiment(etude, config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    callbacks = ["tensorboard", {"name": "early_stopping", "patience": 1}, "device_stats"]
+    callbacks = ["tensorboard", {"name": "early_stopping", "patience": 1}, "device_stats", "profiler"]
     path = config(training={"epochs": 1, "batch_size": 8, "device": "cpu", "log_interval": 50}, callbacks=callbacks)
     done = etude("profile", path, "training.save_every_steps=40", "--steps", 4, "--out", tmp_path / "out")
     assert done.code == 0, done.err

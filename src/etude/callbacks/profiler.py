@@ -21,7 +21,7 @@ from etude.core import StepReport
 from etude.core.arguments import checked
 from etude.core.files import write_text
 from etude.core.loader import Loader
-from etude.core.spans import watch
+from etude.core.spans import is_watched, watch
 from etude.data import DataLoader
 from etude.data.sources.adapters import ForeignLoader
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
@@ -141,6 +141,10 @@ class Profiler(Callback):
 
     def begin(self, run: RunInfo) -> None:
         """Begin with the steps as they are."""
+        if is_watched():
+            self._due = -1
+            self.notify("profiler: another profile is being made, so there is none of these steps")
+            return
         self._timeline = Timeline(run.device)
         self._time(self._timeline, eager=False)
 
@@ -206,7 +210,7 @@ class Profiler(Callback):
             matrix_ms=trace.matrix_ms,
             other_ms=trace.other_ms,
             copy_ms=trace.copy_ms,
-            memory=trace.memory,
+            memory={name: one for name, one in trace.memory.items() if name in totals},
             notes=self._notes,
         )
 

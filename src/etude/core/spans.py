@@ -50,6 +50,11 @@ def watch(watcher: Watch | None, *, eager: bool = False) -> None:
     _watch, _thread, _eager = watcher, get_ident(), eager and watcher is not None
 
 
+def is_watched() -> bool:
+    """Return whether somebody measures the parts."""
+    return _watch is not None
+
+
 def needs_eager_steps() -> bool:
     """Return whether the watcher wants to see the parts of every step."""
     return _eager

@@ -11,6 +11,7 @@ from typing import Any
 from etude.callbacks.profiler import SETTLING, TRACED, Profiler
 from etude.callbacks.profiling.profile import Profile
 from etude.config import Selection
+from etude.config.registry import Component
 from etude.core import ConfigError
 from etude.distributed import before_joining
 from etude.engine.callback import Callback, RunInfo, RunParts
@@ -113,15 +114,16 @@ def _shortened(config: ExperimentConfig, steps: int, needed: int) -> tuple[Exper
     }
     callbacks: list[Selection] = config.sections.get("callbacks") or []
     sends = [one for one in callbacks if getattr(one.component.factory, "listens", False)]
-    kept = [one for one in callbacks if one not in sends and _is_in_steps(one.component.factory)]
+    kept = [one for one in callbacks if one not in sends and _is_in_steps(one.component)]
     left_out = [one.component.name for one in sends]
     sections = {**config.sections, "training": training.model_copy(update=changes), "callbacks": kept}
     return replace(config, sections=sections), left_out
 
 
-def _is_in_steps(callback: Any) -> bool:
-    """Whether a callback may cost time in steps; not if it acts on epochs and validations only."""
-    return any(getattr(callback, name, None) is not getattr(Callback, name) for name in _IN_STEPS)
+def _is_in_steps(callback: Component) -> bool:
+    """Whether a callback may cost time in steps; not if it acts on epochs and validations only, or profiles itself."""
+    methods = ((getattr(callback.factory, name, None), getattr(Callback, name)) for name in _IN_STEPS)
+    return callback.name != "profiler" and any(own is not usual for own, usual in methods)
 
 
 def _epochs(trainer: Trainer, needed: int) -> int | None:
