@@ -168,7 +168,10 @@ class Profiler(Callback):
         self.profile = self._made(run)
         self.profile.advice = advise(self.profile, self._facts(run))
         if run.run_dir is not None:
-            self.write(resolve(self.folder, run))
+            try:
+                self.write(resolve(self.folder, run))
+            except (OSError, RuntimeError) as error:  # a full disk must not end the run
+                self.notify(f"profiler: cannot write to {resolve(self.folder, run)}: {error}")
         where = "" if run.run_dir is None else f"; see {resolve(self.folder, run) / TABLE}"
         share = ", ".join(
             f"{PARTS[name]} {self.profile.share(name):.0%}" for name in self.profile.parts if name in PARTS
