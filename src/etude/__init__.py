@@ -10,12 +10,16 @@ from etude.lazy import drop_missing, load_late, package_version
 if TYPE_CHECKING:
     from etude.callbacks import (
         CSVLogger,
+        DeviceStats as DeviceStats,
         EarlyStopping,
         GradientMonitor,
+        LearningRateMonitor as LearningRateMonitor,
         LRSchedule as LRSchedule,
         MLflowLogger as MLflowLogger,
         ModelCheckpoint,
+        NaNDebugger as NaNDebugger,
         OpenTelemetryLogger as OpenTelemetryLogger,
+        Profiler as Profiler,
         ProgressDisplay as ProgressDisplay,
         PrometheusExporter as PrometheusExporter,
         Telemetry as Telemetry,

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
+from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
 from etude.lazy import import_room
 
@@ -225,6 +226,7 @@ def eject(
     print(f"made {' and '.join(map(str, files))}; train it with: python {out}")
 
 
+app.command()(profile)
 app.command()(report)
 app.command()(tokenize)
 app.command()(dashboard)

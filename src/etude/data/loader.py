@@ -131,6 +131,16 @@ class DataLoader:
         assert isinstance(self._source, SampledBatches), "streams have a plan instead of a sampler; use a DataLoader"
         return self._source.sampler
 
+    def indices(self, epoch: int, position: int) -> list[int] | None:
+        """Return the indices in the data of this rank's batch at a position of an epoch; None for streams."""
+        source = self._source
+        return source.sampler.batch(epoch, position).tolist() if isinstance(source, SampledBatches) else None
+
+    @property
+    def can_use_workers(self) -> bool:
+        """Whether worker processes can make its batches: samples of a dataset, and decoded images."""
+        return isinstance(self._source, SampledBatches) and self._source.samples.can_use_workers
+
     def __len__(self) -> int:
         return self.num_batches
 

@@ -45,7 +45,16 @@ IDLE = frozenset(
 )
 """Keys of `training` that do not change the weights: they are left out."""
 WATCHING = (
-    *("csv_logger", "find_nonfinite", "gradient_monitor", "model_checkpoint", "text_samples"),
+    *(
+        "csv_logger",
+        "gradient_monitor",
+        "model_checkpoint",
+        "nan_debugger",
+        "device_stats",
+        "learning_rate_monitor",
+        "profiler",
+        "text_samples",
+    ),
     *("mlflow", "opentelemetry", "prometheus", "tensorboard", "trackio", "wandb"),
 )
 """Callbacks that do not change training: they are left out."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from etude.core import Batch, StepReport, TrainingError
 from etude.core.batch import map_tensors
 from etude.core.random import host_draws, rng_state, set_rng_state
+from etude.core.spans import needs_eager_steps, span
 from etude.engine.explain import first_line, first_of, place_of
 from etude.engine.graph import Graph, Inputs, Numbers
 from etude.engine.host_state import Watched, host_state
@@ -75,7 +76,7 @@ class Capture:
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step."""
         number = self.step.clock.step
-        if self.refused is not None or not self.step.objective.is_usual(number):
+        if self.refused is not None or not self.step.objective.is_usual(number) or needs_eager_steps():
             return self.step.run(micro_batches)
         if any(every > 1 and number % every == 0 for every, _ in self.step.watchers):
             return self.step.run(micro_batches)
@@ -91,7 +92,8 @@ class Capture:
         if not graph.is_checked:
             return self._check(key, graph, micro_batches, tensors)
         self._lost = 0
-        return graph.run(tensors, self.step.updater.lr)
+        with span("captured"):
+            return graph.run(tensors, self.step.updater.lr)
 
     # --- the key of a graph
 

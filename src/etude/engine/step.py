@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from etude.core import Batch, Clock, ConfigError, StepReport, Task, Terms
 from etude.core.arguments import as_whole
 from etude.core.buffers import BufferGuard
+from etude.core.spans import span
 from etude.core.task import as_task
 from etude.distributed import World
 from etude.engine.callback import Gradients
@@ -62,11 +63,14 @@ class Step:
         """Functions that are called with the gradients of every N-th step before they are applied, each with its N."""
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
         """Called with `skipped` at the end of every step, on the device."""
+        self.batches: Sequence[Batch] = ()
+        """The micro-batches of the last step."""
         self._buffers = BufferGuard(model)
         self._is_announced = False
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step; raise DataError for mismatched tensors."""
+        self.batches = micro_batches
         try:
             self.updater.send_rates()
             for batch in micro_batches:
@@ -94,20 +98,23 @@ class Step:
         objective.begin(micro_batches, self.clock.step)
         for place, batch in enumerate(micro_batches):
             with objective.micro_batch(place):
-                with self.precision.autocast():
+                with span("forward"), self.precision.autocast():
                     terms = self.forward(self.model, batch, metrics=self.metrics)
                 self.task.observe(batch)
-                objective.backward(terms)
-        count = objective.finish()
+                with span("backward"):
+                    objective.backward(terms)
+        with span("backward"):
+            count = objective.finish()
         for every, watch in self.watchers:
             if self.clock.step % every == 0:
                 watch(Gradients(self.model, updater.params, count, self.precision))
-        divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
-        norm, skipped = updater.apply(divisor)
-        objective.after_update()
-        self._buffers.put_back(skipped)
-        for follow in self.after_update:
-            follow(skipped)
+        with span("optimizer"):
+            divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
+            norm, skipped = updater.apply(divisor)
+            objective.after_update()
+            self._buffers.put_back(skipped)
+            for follow in self.after_update:
+                follow(skipped)
         return StepReport(objective.sums, objective.counts, norm, divisor, skipped, updater.lr, objective.optional)
 
 

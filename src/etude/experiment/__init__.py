@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from etude.experiment.load import load_model
     from etude.experiment.opened import evaluate_run
     from etude.experiment.predict import predict_run
+    from etude.experiment.profile import profile_experiment
     from etude.experiment.run import RunOutcome, resume_run, train_experiment
     from etude.experiment.runner import ExperimentRunner
     from etude.experiment.template import new_experiment, new_experiment_from
@@ -43,6 +44,7 @@ __all__ = [
     "new_experiment",
     "new_experiment_from",
     "predict_run",
+    "profile_experiment",
     "resume_run",
     "train_experiment",
     "validate_experiment",

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -129,8 +129,9 @@ def build_trainer(
     folder: RunFolder | None = None,
     world: World | None = None,
     progress: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """Build everything (the data only if not given) and return the trainer.
+    """Build everything (the data only if not given) and return the trainer; `callbacks` come after the config's.
 
     The seed is set first, so that initial weights are reproducible.
     """
@@ -170,6 +171,7 @@ def build_trainer(
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
     draft.facts |= known
     draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
+    draft.callbacks += callbacks
     classes = data.splits.facts.get("classes") if data.splits.facts else None
     named = {} if classes is None else {"class_names": classes}
     if data.splits.facts:

@@ -268,7 +268,8 @@ class Trainer:
 
     def _parts(self) -> RunParts:
         rate, (train, validation) = self.learning_rate, self.loaders.sources
-        return RunParts(self.model, self.task, train, validation, rate, has_schedule=rate.has_schedule)
+        parts = self.model, self.task, train, validation, rate, rate.has_schedule
+        return RunParts(*parts, self.step, dict(self.config))
 
     def _new_state(self) -> TrainState:
         world, train = self.machine.world, self.loaders.sources[0]

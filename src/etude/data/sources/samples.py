@@ -104,6 +104,11 @@ class Samples:
         return not isinstance(self.source, DatasetSource)
 
     @property
+    def can_use_workers(self) -> bool:
+        """Whether worker processes can make its batches."""
+        return not self.threaded or _decodes(self.data)
+
+    @property
     def prefetch(self) -> int:
         """Default number of prefetched batches: for batches copied to CUDA, and for decoded ones.
 

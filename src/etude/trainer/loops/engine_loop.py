@@ -143,7 +143,8 @@ class EngineLoop(EpochLoop):
         callbacks = epoch.callbacks
         assert loaders.train is not None
         has_schedule = rate.schedule is not None
-        callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule=has_schedule))
+        settings = dict(self.config) | {"log_interval": self.log_interval}
+        callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule, step, settings))
         resumed = self._go_to(number)
         self._data.use(loaders.sources[0])
         self.control.begin()
