@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from etude.engine.update import LearningRate
+from etude.engine.learning_rate import LearningRate
 from etude.optim import set_lr
 
 
@@ -33,7 +33,7 @@ def test_the_scale_is_a_factor_of_every_rate_and_1_gives_the_base_back(schedule,
     one = optimizer(tensor)
     rate = LearningRate(one, schedule)
     for step, scale in enumerate([1.0, 0.5, 0.0, 2.0, 1.0]):
-        rate.scale = scale
+        rate.scales["phase"] = scale
         rate.set(step)
         factor = scale * (1.0 if schedule is None else schedule(step))
         assert rates(one) == pytest.approx([0.1 * factor, 0.3 * factor])
@@ -42,7 +42,7 @@ def test_the_scale_is_a_factor_of_every_rate_and_1_gives_the_base_back(schedule,
 def test_a_scale_of_1_changes_no_bit_of_a_scheduled_rate():
     plain, scaled = optimizer(), optimizer()
     one, other = LearningRate(plain, lambda step: 0.9**step), LearningRate(scaled, lambda step: 0.9**step)
-    other.scale = 1.0
+    other.scales["phase"] = 1.0
     for step in range(20):
         one.set(step)
         other.set(step)
@@ -94,6 +94,6 @@ def test_rates_of_a_loaded_optimizer_follow_the_base_it_was_made_with():
     rate = LearningRate(one, None)
     for group in one.param_groups:
         group["lr"] *= 0.5  # as a checkpoint of a phase with another scale has them
-    rate.scale = 1.0
+    rate.scales["phase"] = 1.0
     rate.set(0)
     assert rates(one) == pytest.approx([0.1, 0.3])

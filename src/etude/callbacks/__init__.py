@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from etude.callbacks.model_checkpoint import ModelCheckpoint
     from etude.callbacks.progress import ProgressDisplay
     from etude.callbacks.recorder import RunRecorder
+    from etude.callbacks.reduce_on_plateau import plateau
     from etude.callbacks.sinks.base import SinkCallback
     from etude.callbacks.sinks.mlflow import MLflowLogger
     from etude.callbacks.sinks.opentelemetry import OpenTelemetryLogger
@@ -53,6 +54,7 @@ __all__ = [
     "TextSamples",
     "TrackioLogger",
     "WandbLogger",
+    "plateau",
 ]
 
 __getattr__ = load_late(__name__, __file__)
