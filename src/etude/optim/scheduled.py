@@ -65,8 +65,12 @@ class Schedules:
                 there = suggest(name, known) if known else "; name groups under optimizer.groups"
                 raise ConfigError(f"the schedule has a group '{name}', which the optimizer does not have{there}")
         for setting in {**self.factors, **self.values}:
-            if not any(has_setting(group, setting) for group in groups):
+            own = [group for group in groups if has_setting(group, setting)]
+            if not own:
                 raise ConfigError(f"the schedule sets {setting}, which {optimizer} does not have; remove it")
+            base = [group.get(f"initial_{setting}", setting_of(group, setting)) for group in own]
+            if setting in self.factors and not any(base):
+                raise ConfigError(f"the schedule multiplies {setting}, which is 0; set optimizer.{setting}")
 
 
 def _prefixes(name: str | None) -> list[str]:

@@ -38,6 +38,8 @@ class PlannedSchedule:
         """The arguments of the selection are those of the file; `total_steps` and `steps_per_epoch` are added."""
         self._selection = selection
         self._document = document
+        self.place = (document or Document({})).place("scheduler")
+        """Location of the section, for messages."""
         self._made: tuple[dict[str, int], Schedule] | None = None
 
     def for_plan(self, total_steps: int | None, steps_per_epoch: int | None) -> Schedule:
@@ -86,7 +88,11 @@ class RunRate(LearningRate):
         """Set the length of a schedule that is as long as the run."""
         if self._planned is not None:
             loaders = self._loaders
-            self.use(self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_epoch))
+            schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_epoch)
+            try:
+                self.use(schedule)
+            except ConfigError as error:
+                raise ConfigError(f"{self._planned.place}: {error}") from error
 
 
 def check_scheduler(scheduler: Any) -> None:
