@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from captured_steps import assert_same, batches, make, weights
 
+from etude.core import TrainingError
+from etude.engine.capture import WARM_UP_STEPS
 from etude.engine.learning_rate import LearningRate
-from etude.optim import set_lr
+from etude.optim import by_setting, linear, set_lr
 
 
 def optimizer(tensor=False):
@@ -97,3 +100,27 @@ def test_rates_of_a_loaded_optimizer_follow_the_base_it_was_made_with():
     rate.scales["phase"] = 1.0
     rate.set(0)
     assert rates(one) == pytest.approx([0.1, 0.3])
+
+
+def test_steps_in_which_a_setting_changes_run_eagerly_and_the_others_are_captured():
+    """Weight decay rises for six steps and then stays: the bytes are those of a run without capture."""
+    settings = by_setting(weight_decay=linear(6, start=0.1, end=1.0))
+
+    def run(capture, needed=False):
+        step, recorded, notices = make(needed=needed)
+        if not capture:
+            step.capture = None
+        rate = LearningRate(step.updater.optimizer, settings)
+        for number, batch in enumerate(batches(20)):
+            step.changed_settings = rate.set(number)
+            step([batch])
+        return step, recorded, notices
+
+    step, recorded, notices = run(capture=True)
+    words = "steps in which a schedule changes weight_decay are not captured as CUDA graphs"
+    assert notices.count(words) == 1
+    assert recorded.recorder.recorded == 1
+    assert recorded.recorder.replayed == 20 - 7 - WARM_UP_STEPS
+    assert_same(weights(step), weights(run(capture=False)[0]))
+    with pytest.raises(TrainingError, match="a schedule changes weight_decay between steps"):
+        run(capture=True, needed=True)

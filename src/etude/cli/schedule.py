@@ -8,11 +8,6 @@ import typer
 schedule_app = typer.Typer(help="Show the schedules of an experiment.", no_args_is_help=True)
 
 
-@schedule_app.callback()
-def _group() -> None:
-    """Show the schedules of an experiment."""
-
-
 @schedule_app.command("plot")
 def plot(
     experiment: Annotated[
@@ -29,7 +24,7 @@ def plot(
     from etude.experiment import load_experiment_config, schedule_curves
 
     config = load_experiment_config(experiment, overrides=overrides or [])
-    curves = schedule_curves(config)
+    curves, depends_on_metrics = schedule_curves(config)
     rates = [one for one in curves if one.name.partition("/")[0] == "lr"]
     panels = [rates, *([one] for one in curves if one not in rates)]
     if out is not None:
@@ -37,10 +32,12 @@ def plot(
 
         save_panels(panels, out, x_label="step")
         print(f"made {out}")
-        return
-    from etude.cli.runs import make_console, show_curves
+    else:
+        from etude.cli.runs import make_console, show_curves
 
-    console = make_console()
-    for panel in panels:
-        console.print(panel[0].name, style="bold")
-        show_curves(console, panel, [one.name for one in panel], x="step")
+        console = make_console()
+        for panel in panels:
+            console.print(panel[0].name, style="bold")
+            show_curves(console, panel, [one.name for one in panel], x="step")
+    if depends_on_metrics:
+        print("the schedule reduces these rates by a metric, which is known only in training")

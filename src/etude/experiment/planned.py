@@ -16,6 +16,7 @@ from etude.experiment.build import build_data
 from etude.experiment.check import check_experiment
 from etude.experiment.config import ExperimentConfig
 from etude.monitor.series import Series
+from etude.optim import Schedules
 from etude.trainer import TrainerConfig
 from etude.trainer.loaders import num_batches, planned_steps
 from etude.trainer.schedule import PlannedSchedule
@@ -23,11 +24,12 @@ from etude.trainer.schedule import PlannedSchedule
 MOST_POINTS = 2000
 
 
-def schedule_curves(config: ExperimentConfig) -> list[Series]:
+def schedule_curves(config: ExperimentConfig) -> tuple[list[Series], bool]:
     """Return the rate of every parameter group, and other scheduled settings, over the steps of a run.
 
     The model has no memory for its weights. The data is built only if the length of the run, or of an epoch that a
-    schedule counts in, depends on it. Factors of metrics (`plateau`) are left out: they are 1.
+    schedule counts in, depends on it. The second value tells whether rates also depend on metrics (`plateau`), which
+    the curves leave out.
     """
     optimizer, scheduler = check_experiment(config), config.selection("scheduler")
     total, per_epoch = _lengths(config, scheduler)
@@ -39,7 +41,8 @@ def schedule_curves(config: ExperimentConfig) -> list[Series]:
         rate.set(step)
         for name, value in (updater.rates() | rate.others()).items():
             found.setdefault(name, []).append(value)
-    return [Series(name, steps.astype(float), np.array(values)) for name, values in found.items()]
+    curves = [Series(name, steps.astype(float), np.array(values)) for name, values in found.items()]
+    return curves, schedule is not None and bool(Schedules.of(schedule).callbacks)
 
 
 def _lengths(config: ExperimentConfig, scheduler: Selection | None) -> tuple[int, int | None]:

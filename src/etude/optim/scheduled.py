@@ -52,10 +52,15 @@ class Schedules:
         """Return the schedule of a parameter group; `backbone` includes `backbone/layer_3`."""
         return next((self.groups[key] for key in _prefixes(name) if key in self.groups), self.lr)
 
-    def map_rates(self, change: Callable[[Schedule], Schedule]) -> "Schedules":
-        """Return these schedules with those of the learning rates changed."""
-        groups = {name: change(one) for name, one in self.groups.items()}
-        return replace(self, lr=change(self.lr), groups=groups)
+    def changed(self, rate: Callable[[Schedule], Schedule], other: Callable[[Schedule], Schedule]) -> "Schedules":
+        """Return these schedules, those of learning rates changed by one function, those of settings by another."""
+        return replace(
+            self,
+            lr=rate(self.lr),
+            groups={name: rate(one) for name, one in self.groups.items()},
+            factors={name: other(one) for name, one in self.factors.items()},
+            values={name: other(one) for name, one in self.values.items()},
+        )
 
     def check(self, groups: list[dict[str, Any]], optimizer: str) -> None:
         """Raise ConfigError for a group or a setting that an optimizer does not have."""

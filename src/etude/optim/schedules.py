@@ -224,7 +224,7 @@ def warmup(
 
     The schedule counts its steps from the end of the warm-up, as in torch's SequentialLR: `warmup(cosine(70), 30)` ends
     at step 100. With `total_steps`, the length of the run, a warm-up that is not shorter is shortened to a tenth. Of
-    `Schedules` the learning rates are warmed up, in every group.
+    `Schedules` the learning rates are warmed up, in every group; other settings wait until then.
 
     >>> [warmup(step_decay(step_size=2, gamma=0.5), warmup_steps=2)(step) for step in range(6)]
     [0.0, 0.5, 1.0, 1.0, 0.5, 0.5]
@@ -233,7 +233,7 @@ def warmup(
     if total_steps is not None:
         length = fit_warmup(length, total_steps)
     if isinstance(schedule, Schedules):
-        return schedule.map_rates(lambda one: _warmed_up(one, length, start))
+        return schedule.changed(lambda one: _warmed_up(one, length, start), lambda one: _delayed(one, length))
     return _warmed_up(schedule, length, start)
 
 
@@ -241,6 +241,11 @@ def _warmed_up(schedule: Schedule, length: int, start: float) -> Schedule:
     """Rise linearly from `start` to the first value of the schedule, then follow the schedule."""
     top = schedule(0)
     return lambda step: _line(step / length, start, top) if step < length else schedule(step - length)
+
+
+def _delayed(schedule: Schedule, length: int) -> Schedule:
+    """Stay at the first value of the schedule, then follow it."""
+    return lambda step: schedule(max(0, step - length))
 
 
 def _in_sequence(arguments: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> Mapping[str, Any]:

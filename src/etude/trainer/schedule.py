@@ -99,6 +99,11 @@ def check_scheduler(scheduler: Any) -> None:
     """Raise ConfigError for a scheduler that is neither a function of the step nor torch's or timm's."""
     if is_stepped(scheduler):
         return
+    if isinstance(scheduler, (str, Mapping)):
+        raise ConfigError(
+            "a scheduler by name needs the length of the run, which only a Trainer knows; make it, as in "
+            "etude.optim.cosine(total_steps=1000)"
+        )
     made = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     expect(
         "scheduler", made, callable(scheduler), "a function of the step, a torch scheduler or a name like 'cosine'"
