@@ -98,7 +98,7 @@ def add_schedule(config: ExperimentConfig, trainer: Trainer, sources: Sources) -
     if schedule is None:
         return False
     if not isinstance(schedule, FunctionType):
-        raise refuse(config, "scheduler", f"it is a {type(schedule).__name__}, not a function")
+        raise refuse(config, "scheduler", "only one function of the step is written, for all groups and no metric")
     with placed(config, "scheduler"):
         sources.add_closure(schedule, "lr_factor")
     return True
