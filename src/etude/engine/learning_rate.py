@@ -1,13 +1,14 @@
 """The learning rate of every step, and other settings of the optimizer that have a schedule."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from etude.core import TrainingError
-from etude.optim.scheduled import Schedule, Schedules, Setting, has_setting, set_setting, setting_of
+from etude.optim.scheduled import Schedule, Schedules, has_setting, set_setting, setting_of
 
 
 class LearningRate:
@@ -31,47 +32,53 @@ class LearningRate:
     def use(self, schedule: Schedule | None) -> None:
         """Follow a schedule; raise ConfigError if it names a group or a setting that the optimizer does not have."""
         self.schedule = schedule
-        self._plan = None if schedule is None else Schedules.of(schedule)
-        self._of_groups: list[Schedule | None] = []
-        if self._plan is not None and self.optimizer is not None:
+        self._plan = Schedules() if schedule is None else Schedules.of(schedule)
+        self._different: list[Schedule] = []
+        """The different schedules of the groups."""
+        self._which: list[int] = []
+        """Which of them each group has."""
+        if schedule is not None and self.optimizer is not None:
             self._plan.check(self.optimizer.param_groups, type(self.optimizer).__name__)
 
-    def set(self, step: int) -> list[str]:
+    def set(self, step: int) -> Sequence[str]:
         """Set the rates and settings of the next step; return the settings, other than rates, that have changed."""
-        if self.optimizer is None or (self._plan is None and not self.scales):
-            return []
+        if self.optimizer is None or (self.schedule is None and not self.scales):
+            return ()
         groups = self.optimizer.param_groups
-        if len(self._of_groups) != len(groups):  # groups may be added during training
-            self._of_groups = [
-                None if self._plan is None else self._plan.of_group(group.get("name")) for group in groups
-            ]
-        scale = math.prod(self.scales.values())
-        different = {id(one): one for one in self._of_groups}
-        factors = {key: scale if one is None else scale * _factor(one, step) for key, one in different.items()}
+        if len(self._which) != len(groups):  # groups may be added during training
+            self._assign(groups)
+        scale = math.prod(self.scales.values()) if self.scales else 1.0
+        factors = [scale * _factor(one, step) for one in self._different]
         for place, group in enumerate(groups):
-            rate, base, factor = group["lr"], self._base(place, group, "lr"), factors[id(self._of_groups[place])]
+            rate, factor = group["lr"], factors[self._which[place]]
+            base = group["initial_lr"] if "initial_lr" in group else self._base(place, group, "lr")
             if not isinstance(rate, Tensor):
                 group["lr"] = float(base) * factor
             elif isinstance(base, Tensor):
                 rate.copy_(base).mul_(factor)  # reading it would synchronise
             else:
                 rate.fill_(base * factor)
-        return [] if self._plan is None else self._set_others(self._plan, step)
+        return self._set_others(step) if self._plan.factors or self._plan.values else ()
 
     def others(self) -> dict[str, float]:
         """Return the current values of scheduled settings other than rates, for the logs."""
-        if self.optimizer is None or self._plan is None:
-            return {}
-        groups = self.optimizer.param_groups
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
         found = {
             name: [setting_of(group, name) for group in groups if has_setting(group, name)]
             for name in (*self._plan.factors, *self._plan.values)
         }
-        return {name: max(values) for name, values in found.items()}
+        return {name: max(values) for name, values in found.items() if values}
 
-    def _set_others(self, plan: Schedules, step: int) -> list[str]:
+    def _assign(self, groups: list[dict[str, Any]]) -> None:
+        """Find the schedule of every group."""
+        own = [self._plan.of_group(group.get("name")) for group in groups]
+        different = {id(one): one for one in own}
+        self._different, places = list(different.values()), list(different)
+        self._which = [places.index(id(one)) for one in own]
+
+    def _set_others(self, step: int) -> list[str]:
         assert self.optimizer is not None
-        changed: list[str] = []
+        plan, changed = self._plan, list[str]()
         for name, schedule in {**plan.factors, **plan.values}.items():
             factor = _factor(schedule, step)
             for place, group in enumerate(self.optimizer.param_groups):
@@ -90,15 +97,15 @@ class LearningRate:
         key = f"initial_{name}"
         if key not in group:  # a group added later has not been scheduled yet
             made = self._made[place] if place < len(self._made) else _settings_of(group)
-            group[key] = made[name]
+            group[key] = made["lr"] if name == "lr" else setting_of(made, name)
         base: Tensor | float = group[key]
         return base
 
 
-def _settings_of(group: dict[str, Any]) -> dict[str, float]:
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group that may be scheduled."""
-    names: tuple[Setting, ...] = ("momentum", "beta1", "beta2", "weight_decay")
-    return {"lr": float(group["lr"])} | {str(one): setting_of(group, one) for one in names if has_setting(group, one)}
+    others = ("momentum", "betas", "weight_decay")
+    return {"lr": float(group["lr"]), **{name: group[name] for name in others if name in group}}
 
 
 def _factor(schedule: Schedule, step: int) -> Any:

@@ -110,5 +110,6 @@ def set_setting(group: dict[str, Any], setting: Setting, value: float) -> None:
     if setting in group:
         group[setting] = value
     else:
-        first, second = group["betas"]
-        group["betas"] = (first, value) if setting == "beta2" else (value, second)
+        betas = list(group["betas"])
+        betas[setting == "beta2"] = value
+        group["betas"] = tuple(betas)
