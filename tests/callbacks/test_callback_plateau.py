@@ -130,6 +130,16 @@ def test_a_resumed_run_has_the_bytes_of_one_that_never_stopped(tmp_path, stop_at
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_training_on_with_more_epochs_keeps_the_factor_and_stretches_the_schedule():
+    rates = Rates()
+    one = trainer({**SECTION, "schedule": "cosine"}, rates, {"epochs": 2})
+    one.train()
+    one.train(num_epochs=4)
+    halved = [0.5 ** max(0, step // 4 - 1) for step in range(16)]
+    cosines = [*map(cosine(8), range(8)), *map(cosine(16), range(8, 16))]
+    assert rates.seen == pytest.approx([1e-3 * a * b for a, b in zip(halved, cosines, strict=True)])
+
+
 def test_validations_between_epochs_count_once_each():
     rates = Rates()
     trainer(SECTION, rates, {"epochs": 2, "validate_every_steps": 2}).train()

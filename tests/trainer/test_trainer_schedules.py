@@ -358,8 +358,13 @@ def test_weights_follow_a_scheduled_weight_decay_as_in_a_loop_of_torch():
 def test_lengths_beyond_the_run_are_warned_of(caplog):
     trainer({"epochs": 2}, scheduler={"name": "cosine", "total_steps": 100})
     trainer({"epochs": 2}, scheduler={"name": "multistep", "milestones": [1, 3], "unit": "epoch"})
+    trainer(
+        {"epochs": 2}, scheduler={"name": "warmup", "warmup_steps": 2, "schedule": {"name": "step", "step_size": 13}}
+    )
+    trainer({"epochs": 2}, scheduler={"name": "sgdr", "first_period": 12})  # not longer
     words = [record.message for record in caplog.records]
-    assert [text.split(":")[0] for text in words] == ["scheduler.total_steps", "scheduler.milestones"]
+    places = ["scheduler.total_steps", "scheduler.milestones", "scheduler.schedule.step_size"]
+    assert [text.split(":")[0] for text in words] == places
     assert all("12 of the run" in text for text in words)
 
 

@@ -178,10 +178,10 @@ def _beyond(selection: Selection, plan: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each length in the file that lies beyond the end of the run."""
     total = plan.get("total_steps")
     for path, one in selections_in(selection, "scheduler").items():
-        said = {**plan, **one.defaults, **one.arguments}
-        scale = plan.get("steps_per_epoch", 1) if said.get("unit") == "epoch" else 1
-        lengths = {"total_steps": one.arguments.get("total_steps") or 0}
-        lengths |= {"milestones": max(one.arguments.get("milestones") or [0]) * scale}
-        for name, steps in lengths.items():
+        in_epochs = one.arguments.get("unit") == "epoch"
+        for name in ("total_steps", "milestones", "step_size", "first_period"):
+            said = one.arguments.get(name) or 0
+            steps = max(said) if isinstance(said, (list, tuple)) else said
+            steps *= plan.get("steps_per_epoch", 1) if in_epochs and name != "total_steps" else 1
             if total is not None and steps > total:
                 yield f"{path}.{name}: {steps} steps are more than the {total} of the run, so it does not get there"
