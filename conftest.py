@@ -28,8 +28,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
 # No deadline: how fast a machine is says nothing about the code. `make test-slow` takes the thorough profile.
-hypothesis.settings.register_profile("etude", deadline=None, max_examples=40)
-hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
+hypothesis.settings.register_profile("etude", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=250)
 hypothesis.settings.load_profile("etude")
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC and shutil.disk_usage(MEMORY).free > 4 << 30:

@@ -30,18 +30,11 @@ from etude.callbacks import (
 from etude.core import StepReport
 from etude.engine.callback import Logs
 
-THREADS = 2
-WARM_UP = 50
+THREADS = 1
+"""Of torch: the other core is left to the threads of the sinks, as the cores beside a GPU are."""
+BLOCK_STEPS = 200
 INTERVALS = (1, 100)
-COLUMNS = {
-    "sinks": "",
-    "log every": "d",
-    "step µs": ".0f",
-    "thread µs": ".1f",
-    "+µs": "+.0f",
-    "%": "+.2f",
-    "quartiles": "",
-}
+COLUMNS = {"sinks": "", "log every": "d", "step µs": ".0f", "thread µs": ".1f", "%": "+.2f", "quartiles": ""}
 SINKS: dict[str, tuple[str, Callable[[], Callback]]] = {
     "tensorboard": ("tensorboard", TensorBoardLogger),
     "prometheus": ("etude", lambda: PrometheusExporter(port=0)),
@@ -53,37 +46,59 @@ SINKS: dict[str, tuple[str, Callable[[], Callback]]] = {
 """The package that a sink needs, and how it is made."""
 
 
-class Clock(Callback):
-    """Takes the CPU time of the process from one step to another, and of the training's thread inside `on_log`."""
+class Blocks(Callback):
+    """Switches the sinks off and on in turns, and takes the time of each block of steps.
 
-    def __init__(self, sinks: Sequence[Any], last: int) -> None:
+    The first block begins when all sinks are open; the last one is off, so that every block with sinks lies between two
+    without.
+    """
+
+    def __init__(self, sinks: Sequence[Any], block_steps: int, pairs: int) -> None:
         super().__init__()
-        self.last, self.steps, self.begin, self.us = last, 0, 0.0, 0.0
-        self.queued: list[float] = []
-        self.opened = [threading.Event() for _ in sinks]
-        for sink, opened in zip(sinks, self.opened, strict=True):
-            sink.on_log, sink.open_run = self._timed(sink.on_log), _told(sink.open_run, opened)
+        self.block_steps, self.num_blocks = block_steps, 2 * pairs + 1
+        self.step_us: list[float] = []
+        """Time per step of each block."""
+        self.queued_us: list[float] = []
+        """CPU time of the training's thread in each call of a sink."""
+        self._steps, self._begin, self._is_on = 0, 0.0, False
+        self._opened = [threading.Event() for _ in sinks]
+        for sink, opened in zip(sinks, self._opened, strict=True):
+            sink.on_log, sink.open_run = self._switched(sink.on_log), _noting(sink.open_run, opened)
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps, with a block to warm up."""
+        return (self.num_blocks + 1) * self.block_steps
 
     def on_step_end(self, report: StepReport) -> None:
-        self.steps += 1
-        if self.steps == WARM_UP:
-            for one in self.opened:  # starting a tool is not part of a step
+        self._steps += 1
+        block, rest = divmod(self._steps, self.block_steps)
+        if rest:
+            return
+        if block == 1:
+            for one in self._opened:  # starting a tool is not part of a step
                 assert one.wait(120)
-            self.begin = time.process_time()
-        elif self.steps == self.last:
-            self.us = (time.process_time() - self.begin) / (self.last - WARM_UP) * 1e6
+        else:
+            self.step_us.append((time.perf_counter() - self._begin) / self.block_steps * 1e6)
+        self._is_on = block % 2 == 0
+        self._begin = time.perf_counter()
 
-    def _timed(self, on_log: Callable[[Logs], None]) -> Callable[[Logs], None]:
+    def more(self) -> list[float]:
+        """Return the share that sinks add to each block, relative to the blocks before and after it."""
+        times = self.step_us
+        return [2 * times[on] / (times[on - 1] + times[on + 1]) - 1 for on in range(1, len(times), 2)]
+
+    def _switched(self, on_log: Callable[[Logs], None]) -> Callable[[Logs], None]:
         def call(record: Logs) -> None:
-            begin = time.thread_time()
-            on_log(record)
-            if self.steps > WARM_UP:
-                self.queued.append((time.thread_time() - begin) * 1e6)
+            if self._is_on:
+                begin = time.thread_time()
+                on_log(record)
+                self.queued_us.append((time.thread_time() - begin) * 1e6)
 
         return call
 
 
-def _told(open_run: Callable[[Any], None], opened: threading.Event) -> Callable[[Any], None]:
+def _noting(open_run: Callable[[Any], None], opened: threading.Event) -> Callable[[Any], None]:
     def call(start: Any) -> None:
         open_run(start)
         opened.set()
@@ -91,51 +106,47 @@ def _told(open_run: Callable[[Any], None], opened: threading.Event) -> Callable[
     return call
 
 
-def run(names: Sequence[str], interval: int, steps: int) -> tuple[float, float]:
-    """Train once; return the CPU time per step, and that of the training's thread per log point in all sinks."""
+def run(names: Sequence[str], interval: int, block_steps: int, pairs: int) -> Blocks:
+    """Train once with sinks that are switched off and on."""
     torch.manual_seed(0)
     data = torch.randn(64 * 50, 1, 28, 28), torch.randint(10, (64 * 50,))
     with tempfile.TemporaryDirectory() as folder:
         sinks = [SINKS[name][1]() for name in names]
-        clock = Clock(sinks, WARM_UP + steps)
-        config = {"max_steps": WARM_UP + steps, "epochs": steps, "batch_size": 64, "log_interval": interval}
+        blocks = Blocks(sinks, block_steps, pairs)
+        steps = blocks.total_steps
+        config = {"max_steps": steps, "epochs": steps, "batch_size": 64, "log_interval": interval}
         trainer = Trainer(
             LeNet5(),
             data,
             config={**config, "device": "cpu", "save_checkpoints": False},
-            callbacks=[*sinks, clock],
+            callbacks=[*sinks, blocks],
             output_dir=f"{folder}/run",
             progress=False,
         )
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
-    return clock.us, sum(clock.queued) / max(1, steps // interval)
+    return blocks
 
 
-def rows_of(interval: int, rounds: int, steps: int) -> list[Row]:
-    """Run without sinks, with each and with all of them in turns."""
+def rows_of(interval: int, block_steps: int, pairs: int) -> list[Row]:
+    """Measure each sink alone, and all of them together; `none` shows the noise."""
     there = [name for name in SINKS if is_there(name)]
-    choices: dict[str, Sequence[str]] = {name: [name] for name in there} | {f"all {len(there)}": there}
-    plain: list[float] = []
-    more: dict[str, list[float]] = {title: [] for title in choices}
-    queued: dict[str, list[float]] = {title: [] for title in choices}
-    for place in range(rounds):
-        before = run((), interval, steps)[0]
-        found = {}
-        for title in list(choices)[:: 1 if place % 2 else -1]:
-            progress(f"{title}, every {interval}: {place + 1} of {rounds}")
-            found[title], spent = run(choices[title], interval, steps)
-            queued[title].append(spent)
-        plain.append((before + run((), interval, steps)[0]) / 2)
-        for title, us in found.items():
-            more[title].append(us - plain[-1])
-    step = quartiles(plain)[1]
-    rows: list[Row] = [{"sinks": "none", "log every": interval, "step µs": step}]
-    for title in choices:
-        low, middle, high = quartiles(more[title])
-        shares = {"%": 100 * middle / step, "quartiles": f"{100 * low / step:+.2f} … {100 * high / step:+.2f}"}
+    choices: dict[str, Sequence[str]] = {"none": [], **{name: [name] for name in there}, f"all {len(there)}": there}
+    rows: list[Row] = []
+    for title, names in choices.items():
+        progress(f"{title}, every {interval}")
+        blocks = run(names, interval, block_steps, pairs)
+        low, middle, high = quartiles([100 * share for share in blocks.more()])
+        log_points = len(blocks.queued_us) / max(1, len(names))
         rows.append(
-            {"sinks": title, "log every": interval, "+µs": middle, "thread µs": quartiles(queued[title])[1], **shares}
+            {
+                "sinks": title,
+                "log every": interval,
+                "step µs": quartiles(blocks.step_us[::2])[1],
+                "thread µs": sum(blocks.queued_us) / max(1.0, log_points),
+                "%": middle,
+                "quartiles": f"{low:+.2f} … {high:+.2f}",
+            }
         )
     return rows + [{"sinks": name, "quartiles": NOT_INSTALLED} for name in SINKS if name not in there]
 
@@ -144,10 +155,10 @@ def is_there(name: str) -> bool:
     return find_spec(SINKS[name][0]) is not None
 
 
-def set_up(folder: Path, threads: int) -> None:
+def set_up(folder: Path) -> None:
     """Keep everything in a folder, and OpenTelemetry in memory."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(THREADS)
     os.environ["TRACKIO_DIR"] = str(folder)
     if is_there("opentelemetry"):
         from opentelemetry import metrics, trace
@@ -161,18 +172,19 @@ def set_up(folder: Path, threads: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_options(__doc__ or "", argv)
-    rounds, steps = (1, 20) if options.quick else (5, 400)
+    block_steps, pairs = (10, 1) if options.quick else (BLOCK_STEPS, 12)
     table = Table(
         "What other tools add to a step",
         COLUMNS,
-        f"LeNet-5, batches of 64, CPU, {THREADS} threads. CPU time of the process per step, threads of the sinks "
-        "included, without and with sinks in turns; the median of the differences. Thread µs: CPU time of the "
-        "training's thread per log point, in all sinks together.",
+        f"LeNet-5, batches of 64, CPU, {THREADS} thread. In one training the sinks are switched off and on in turns, "
+        f"for {block_steps} steps each: the median of what a block with sinks takes more than those before and after. "
+        "The row `none` switches nothing: its quartiles are the noise. Thread µs: CPU time of the training's thread "
+        "per log point, in all sinks together.",
     )
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # MLflow's artifacts are in the folder
-        set_up(Path(folder), 1 if options.quick else THREADS)
+        set_up(Path(folder))
         for interval in INTERVALS:
-            table.rows.extend(rows_of(interval, rounds, steps))
+            table.rows.extend(rows_of(interval, block_steps, pairs))
     publish("sinks", [table], options)
 
 

@@ -92,6 +92,7 @@ def test_overhead(tmp_path):
         assert all(row["pairs"] == 1 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_resume(tmp_path):
     stopped, killed = run("resume", tmp_path, resume.PEERS)
     for row in stopped:
@@ -216,6 +217,7 @@ def test_metrics(tmp_path):
     assert [row["metrics"].partition(",")[0] for row in validation] == ["none", "accuracy"]
 
 
+@pytest.mark.slow
 def test_multi_task(tmp_path):
     (rows,) = run("multi_task", tmp_path, {"torchjd, pcgrad"})
     assert len(rows) == 2 + len(multi_task.WEIGHTINGS)  # by hand, each weighting, and looking at gradients
@@ -223,6 +225,7 @@ def test_multi_task(tmp_path):
     assert all(row["ms/step"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_linear_ce(tmp_path):
     (rows,) = run("linear_ce", tmp_path)
     assert len(rows) == 4
@@ -232,6 +235,7 @@ def test_linear_ce(tmp_path):
         assert min(plain["ms"], chunked["ms"]) > 0
 
 
+@pytest.mark.slow
 def test_meaningful(tmp_path):
     fused, drawn = run("meaningful", tmp_path)
     assert [row["way"].partition(",")[0] for row in fused] == ["plain formula", "fused"] * (len(meaningful.KINDS) + 2)

@@ -82,6 +82,7 @@ def test_a_child_that_says_nothing_is_not_asked_for_ever(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_results_of_a_child_process_are_those_of_the_section(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     names = ["the three products alone", "Etude, chunked"]
@@ -133,6 +134,7 @@ def test_calls_in_a_row_are_timed_without_the_wait_for_the_device(monkeypatch):
     assert rows[-12::2] == [32, 1] * 3  # the two take turns
 
 
+@pytest.mark.slow
 def test_parts_run_one_at_a_time_go_into_one_file(tmp_path, monkeypatch, capsys):
     file, measured = tmp_path / "gpu.json", {"ms": 1.0}
 
