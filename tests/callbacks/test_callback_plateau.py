@@ -187,6 +187,11 @@ def test_mistakes_are_one_line(section, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_mode_of_the_threshold_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="threshold_mode is 'relative'"):
+        plateau(threshold_mode="relative")
+
+
 def test_a_validation_metric_without_validation_is_refused():
     one = Trainer(model(), data(), scheduler="plateau", config={"epochs": 1}, progress=False)
     with pytest.raises(ConfigError, match="'val_loss', but there is no validation data"):

@@ -130,6 +130,8 @@ def test_only_settings_that_differ_from_the_last_step_have_changed():
         (lambda: SGD(model(), lr=1), lambda: by_setting(beta1=cosine(9)), "beta1, which SGD does not have"),
         (lambda: SGD(model(), lr=1), lambda: by_setting(momentum=cosine(9)), "momentum, which is 0; set optimizer"),
         (lambda: RMSprop(model()), lambda: by_setting(weight_decay=cosine(9)), "weight_decay, which is 0"),
+        (adamw, lambda: one_cycle(9, base_momentum=0.8), "base_momentum and max_momentum need cycle_momentum"),
+        (adamw, lambda: one_cycle(9, anneal="cosine"), "anneal is 'cosine'; it must be .*cos"),
         (adamw, lambda: by_setting(lr=cosine(9)), "no setting has a schedule"),
         (adamw, lambda: by_setting(momentum=cosine(9), beta1=cosine(9)), "keep one of them"),
         (adamw, lambda: by_setting(one_cycle(9, cycle_momentum=True), momentum=cosine(9)), "already sets momentum"),

@@ -20,7 +20,7 @@ _STATE = record_of(
 
 
 @runtime_checkable
-class StepsItself(Protocol):
+class CountedScheduler(Protocol):
     """A scheduler that is told the number of epochs and updates, as those of timm are."""
 
     optimizer: Any
@@ -55,7 +55,7 @@ class LRSchedule(Callback):
 
     def __init__(
         self,
-        scheduler: LRScheduler | ReduceLROnPlateau | StepsItself,
+        scheduler: LRScheduler | ReduceLROnPlateau | CountedScheduler,
         interval: Literal["epoch", "step"] = "epoch",
         monitor: str | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class LRSchedule(Callback):
             raise ConfigError("LRSchedule: ReduceLROnPlateau needs monitor, such as 'val_loss', and interval='epoch'")
         if monitor is not None and not watches:
             raise ConfigError(f"LRSchedule: {type(scheduler).__name__} uses no metric; remove monitor")
-        self._counts = isinstance(scheduler, StepsItself)
+        self._counts = isinstance(scheduler, CountedScheduler)
         if self._counts and any(isinstance(one, ReduceLROnPlateau) for one in vars(scheduler).values()):
             raise ConfigError(
                 f"LRSchedule: {type(scheduler).__name__} saves only a part of its state; name the scheduler 'plateau'"

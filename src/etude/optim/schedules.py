@@ -133,19 +133,23 @@ def one_cycle(
     final_div_factor: Annotated[float, Ge(1)] = 1e4,
     anneal: Literal["cos", "linear"] = "cos",
     cycle_momentum: bool = False,
-    base_momentum: Momentum = 0.85,
-    max_momentum: Momentum = 0.95,
+    base_momentum: Momentum | None = None,
+    max_momentum: Momentum | None = None,
 ) -> Schedule:
     """Rise from 1/div_factor to 1 in the first `pct_start` of the run, then fall to 1/(div_factor·final_div_factor).
 
     The base rate is the highest rate of the cycle. The curve is that of torch's OneCycleLR. With `cycle_momentum` the
-    momentum, or beta1, falls from `max_momentum` to `base_momentum` while the rate rises, and rises again after it.
+    momentum, or beta1, falls from `max_momentum` (0.95) to `base_momentum` (0.85) while the rate rises, and rises again
+    after it.
     """
     low, curve = 1.0 / div_factor, _cosine if anneal == "cos" else _line
     rate = _cycle(total_steps, pct_start, curve, low, 1.0, low / final_div_factor)
     if not cycle_momentum:
+        if base_momentum is not None or max_momentum is not None:
+            raise ConfigError("one_cycle: base_momentum and max_momentum need cycle_momentum; set it to true")
         return rate
-    momentum = _cycle(total_steps, pct_start, curve, max_momentum, base_momentum, max_momentum)
+    high, low = 0.95 if max_momentum is None else max_momentum, 0.85 if base_momentum is None else base_momentum
+    momentum = _cycle(total_steps, pct_start, curve, high, low, high)
     return Schedules(rate, values={"momentum": momentum})
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic_core import PydanticUndefined
 
 from etude.callbacks import LRSchedule
-from etude.callbacks.lr_schedule import StepsItself
+from etude.callbacks.lr_schedule import CountedScheduler
 from etude.config import Document, Selection, build_selection
 from etude.config.schema import select_component
 from etude.config.selection import selections_in
@@ -60,7 +60,7 @@ class PlannedSchedule:
         return self._made[1]
 
 
-SchedulerLike = Schedule | torch.optim.lr_scheduler.LRScheduler | StepsItself | PlannedSchedule | Section | None
+SchedulerLike = Schedule | torch.optim.lr_scheduler.LRScheduler | CountedScheduler | PlannedSchedule | Section | None
 
 
 class RunRate(LearningRate):
@@ -113,7 +113,7 @@ def check_scheduler(scheduler: Any) -> None:
 def is_stepped(scheduler: Any) -> bool:
     """Return whether a scheduler has a state and is stepped, as torch's and timm's are."""
     return not isinstance(scheduler, type) and isinstance(
-        scheduler, (torch.optim.lr_scheduler.LRScheduler, StepsItself)
+        scheduler, (torch.optim.lr_scheduler.LRScheduler, CountedScheduler)
     )
 
 
