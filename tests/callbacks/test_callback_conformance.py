@@ -14,7 +14,14 @@ import torch
 from callback_life import Life, report, tokenizer_file
 
 import etude.callbacks
-from etude.callbacks import CallbackList, LRSchedule, ProgressDisplay, RunRecorder, TextSamples
+from etude.callbacks import (
+    CallbackList,
+    LRSchedule,
+    ProgressDisplay,
+    RunRecorder,
+    TextSamples,
+    plateau as plateau_schedule,
+)
 from etude.callbacks.sinks.base import SinkCallback
 from etude.config.registry import lookup, names
 from etude.core import Clock
@@ -75,6 +82,7 @@ MAKERS: dict[str, Callable[[Life], Callback]] = {
     "lr_schedule_step": milestones,
     "recorder": lambda life: RunRecorder(RunFolder(life.folder)),
     "progress": lambda life: ProgressDisplay(stream=io.StringIO()),
+    "plateau": lambda life: plateau_schedule(patience=0, monitor="val_loss").callbacks[0],
     "curriculum": curriculum,
 }
 

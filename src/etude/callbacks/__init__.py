@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from etude.callbacks.profiler import Profiler as Profiler
     from etude.callbacks.progress import ProgressDisplay as ProgressDisplay
     from etude.callbacks.recorder import RunRecorder as RunRecorder
+    from etude.callbacks.reduce_on_plateau import plateau as plateau
     from etude.callbacks.sinks.base import SinkCallback as SinkCallback
     from etude.callbacks.sinks.mlflow import MLflowLogger as MLflowLogger
     from etude.callbacks.sinks.opentelemetry import OpenTelemetryLogger as OpenTelemetryLogger

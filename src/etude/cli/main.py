@@ -15,6 +15,7 @@ from etude.cli.data import data_app, tokenize
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
 from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
+from etude.cli.schedule import schedule_app
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -81,6 +82,7 @@ config_app = typer.Typer(help="Show, check and describe experiment configs.", no
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
+app.add_typer(schedule_app, name="schedule")
 
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")

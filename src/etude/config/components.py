@@ -60,8 +60,11 @@ _HOMES = {
     },
     "optimizer": {"optim.optimizers": "adam adamw rmsprop sgd", "optim.several": "several"},
     "scheduler": {
+        "callbacks.reduce_on_plateau": "plateau",
+        "optim.cooldowns": "cooldown wsd",
+        "optim.settings": "by_setting per_group",
         "optim.schedules": "constant cosine cosine_annealing cosine_restarts exponential inverse_sqrt linear multistep "
-        "one_cycle polynomial product sequence sgdr step step_decay warmup warmup_cosine"
+        "one_cycle polynomial product sequence sgdr step step_decay warmup warmup_cosine",
     },
     "weighting": {
         "multitask.weighting.losses": "dwa imtl_l static uncertainty",

@@ -47,8 +47,8 @@ from torch import Tensor, nn
 from etude.core import Clock, Control, Loader, StepReport, Task
 from etude.core.model_record import RemembersArguments
 from etude.core.monitor import Best
+from etude.engine.learning_rate import LearningRate
 from etude.engine.precision import MixedPrecision
-from etude.engine.update import LearningRate
 from etude.monitor.events import Media
 
 if TYPE_CHECKING:

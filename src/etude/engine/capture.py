@@ -67,6 +67,7 @@ class Capture:
         self._kept: list[Any] = []
         """Objects that must live as long as the graphs."""
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._has_noticed_changes = False
         self._lost = 0
         """Times that graphs were invalidated since one of them was replayed."""
         self._seen: dict[Hashable, int] = {}
@@ -78,6 +79,8 @@ class Capture:
         number = self.step.clock.step
         if self.refused is not None or not self.step.objective.is_usual(number) or needs_eager_steps():
             return self.step.run(micro_batches)
+        if self.step.changed_settings:
+            return self._run_changed(micro_batches)
         if any(every > 1 and number % every == 0 for every, _ in self.step.watchers):
             return self.step.run(micro_batches)
         tensors: list[Tensor] = []
@@ -94,6 +97,16 @@ class Capture:
         self._lost = 0
         with span("captured"):
             return graph.run(tensors, self.step.updater.lr)
+
+    def _run_changed(self, micro_batches: Sequence[Batch]) -> StepReport:
+        """Run a step eagerly: learning rates are on the device, other settings are constants of a graph."""
+        what = ", ".join(self.step.changed_settings)
+        if self.needed:
+            self._give_up(f"a schedule changes {what} between steps")
+        if not self._has_noticed_changes:
+            self._has_noticed_changes = True
+            self.step.notice(f"steps in which a schedule changes {what} are not captured as CUDA graphs")
+        return self.step.run(micro_batches)
 
     # --- the key of a graph
 

@@ -8,11 +8,11 @@ from functools import partial
 
 from etude.core import Batch, Control, DataError, Loader
 from etude.core.spans import span
+from etude.engine.learning_rate import LearningRate
 from etude.engine.meter import measure
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.stopping import OTHER_PROCESS, FiniteCheck, Interrupted, Interrupts, StopPoll
-from etude.engine.update import LearningRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Loop:
                     before(clock.step)
                 if batches.position != end:  # a hook rewound the loader to read other data from here on
                     continue
-                self.learning_rate.set(clock.step)
+                self.step.changed_settings = self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)
                 clock.step += 1
                 self.log.add(report, measure(micro_batches), clock.step, clock.position, end)
@@ -157,7 +157,7 @@ class Loop:
         logs = (
             self.log.numbers(tally, self.step)
             | self._measured()
-            | self.step.updater.rates()
+            | self._rates()
             | {"epoch_s": tally.seconds}
             | self._phase()
         )
@@ -179,6 +179,10 @@ class Loop:
         """Return the training metrics of the epoch so far."""
         return self.step.task.measures.results(self.state.world, self.step.updater.device, training=True)
 
+    def _rates(self) -> dict[str, float]:
+        """Return the learning rates, and other settings that have a schedule."""
+        return self.step.updater.rates() | self.learning_rate.others()
+
     def _between_steps(self) -> None:
         plan, step = self.plan, self.clock.step
         if _every(plan.log_interval, step):
@@ -191,7 +195,7 @@ class Loop:
         record = self.log.numbers(self.log.take_window(), self.step)
         self.finite.streak(self.clock.step)
         position = {"step": self.clock.step, "epoch": self.clock.epoch, "samples": self.clock.samples}
-        rates = self.step.updater.rates()
+        rates = self._rates()
         self.callbacks.on_log({**position, **self._phase(), **record, **rates, **self.callbacks.numbers()})
 
     def _poll(self) -> None:

@@ -61,6 +61,8 @@ class Step:
         """Receives a message about a failure that does not stop training."""
         self.watchers: Sequence[tuple[int, Callable[[Gradients], None]]] = ()
         """Functions that are called with the gradients of every N-th step before they are applied, each with its N."""
+        self.changed_settings: Sequence[str] = ()
+        """Settings of the optimizer, other than learning rates, that a schedule has changed for this step."""
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
         """Called with `skipped` at the end of every step, on the device."""
         self.batches: Sequence[Batch] = ()

@@ -4,7 +4,6 @@ All of it stays on the device. A fused kernel can divide and skip itself, so div
 loss scale and clipping become one factor passed to it: no extra pass over the gradients.
 """
 
-import math
 import operator
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -17,7 +16,6 @@ from etude.engine.precision import MixedPrecision
 from etude.optim.clipping import global_norm
 from etude.optim.eager import take_step
 from etude.optim.pieces import InPieces
-from etude.optim.schedules import Schedule
 from etude.optim.several import owner_of
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
@@ -321,54 +319,3 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """Return all tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-class LearningRate:
-    """Sets the learning rate of every parameter group to its base rate times the schedule's factor.
-
-    The base rate of a group is its `initial_lr`, as with torch's schedulers; a group without one gets its rate before
-    the first step. It is saved and loaded with the optimizer. Without a schedule and a `scale` the rates are not
-    changed: they are constant, or user code sets them.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: Schedule | None) -> None:
-        """Without an optimizer it does nothing."""
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.scale: float | None = None
-        """A further factor of every rate; None if nothing will change it."""
-        # A checkpoint loaded before the first step may contain rates already changed by a schedule.
-        self._made = [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
-
-    def set(self, step: int) -> None:
-        """Set the rate of the next step."""
-        if self.optimizer is None or (self.schedule is None and self.scale is None):
-            return
-        factor: Any = 1.0 if self.schedule is None else self.schedule(step)
-        if not (isinstance(factor, Tensor) or _is_factor(factor)):  # reading a tensor would synchronise
-            raise TrainingError(
-                f"the schedule gave {factor!r:.60} for step {step}; return a finite factor of at least 0 for every "
-                "step of the run"
-            )
-        factor *= 1.0 if self.scale is None else self.scale
-        for place, group in enumerate(self.optimizer.param_groups):
-            rate, base = group["lr"], self._base(place, group)
-            if not isinstance(rate, Tensor):
-                group["lr"] = float(base) * factor
-            elif isinstance(base, Tensor):
-                rate.copy_(base).mul_(factor)  # reading it would synchronise
-            else:
-                rate.fill_(base * factor)
-
-    def _base(self, place: int, group: dict[str, Any]) -> Tensor | float:
-        if "initial_lr" not in group:  # a group added later has not been scheduled yet
-            group["initial_lr"] = self._made[place] if place < len(self._made) else float(group["lr"])
-        base: Tensor | float = group["initial_lr"]
-        return base
-
-
-def _is_factor(value: Any) -> bool:
-    try:
-        return bool(0 <= value < math.inf)
-    except TypeError:
-        return False

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from etude.experiment.load import load_model
     from etude.experiment.opened import evaluate_run
+    from etude.experiment.planned import schedule_curves
     from etude.experiment.predict import predict_run
     from etude.experiment.profile import profile_experiment
     from etude.experiment.run import RunOutcome, resume_run, train_experiment
@@ -46,6 +47,7 @@ __all__ = [
     "predict_run",
     "profile_experiment",
     "resume_run",
+    "schedule_curves",
     "train_experiment",
     "validate_experiment",
 ]

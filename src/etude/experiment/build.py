@@ -22,7 +22,7 @@ from etude.monitor import RunFolder
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, resolve_device
 from etude.trainer.machine import making_model
-from etude.trainer.optimization import PlannedSchedule
+from etude.trainer.schedule import PlannedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,7 @@ def build_trainer(
         optimizer=AdamW
         if optimizer is None
         else lambda params: _build(config, "optimizer", optimizer, params=params),
-        scheduler=None
-        if scheduler is None
-        else PlannedSchedule(lambda plan: _build(config, "scheduler", scheduler, **plan)),
+        scheduler=None if scheduler is None else PlannedSchedule(scheduler, config.document),
         loss=None if loss is None else _build(config, "loss", loss, **draft.given),
         val_loss=None if val_loss is None else _build(config, "validation_loss", val_loss, **draft.given),
         metrics=[

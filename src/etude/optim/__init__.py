@@ -8,10 +8,11 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import CosineAnnealingLR
 
     from etude.optim.clipping import clip_gradients, clip_gradients_by_value, global_norm
+    from etude.optim.cooldowns import cooldown, wsd
     from etude.optim.groups import group_parameters
     from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
+    from etude.optim.scheduled import Schedule, Schedules
     from etude.optim.schedules import (
-        Schedule,
         constant,
         cosine,
         cosine_restarts,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         warmup,
         warmup_cosine,
     )
+    from etude.optim.settings import by_setting, per_group
     from etude.optim.several import Optimizers
 
 __all__ = [
@@ -38,9 +40,12 @@ __all__ = [
     "Optimizers",
     "RMSprop",
     "Schedule",
+    "Schedules",
+    "by_setting",
     "clip_gradients",
     "clip_gradients_by_value",
     "constant",
+    "cooldown",
     "cosine",
     "cosine_restarts",
     "cosine_schedule_with_warmup",
@@ -53,6 +58,7 @@ __all__ = [
     "linear",
     "multistep",
     "one_cycle",
+    "per_group",
     "polynomial",
     "product",
     "sequence",
@@ -60,6 +66,7 @@ __all__ = [
     "step_decay",
     "warmup",
     "warmup_cosine",
+    "wsd",
 ]
 
 __getattr__ = load_late(__name__, __file__)

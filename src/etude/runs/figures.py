@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from etude.core.errors import ConfigError
 from etude.monitor.series import Series, smoothed
@@ -21,14 +22,33 @@ def save_figure(
     smooth: float = 0.0,
 ) -> None:
     """Write curves of one metric to a file; raise ConfigError without matplotlib, or if it cannot be written."""
+    figure = _figure(out, 1)
+    _draw(figure.add_subplot(), curves, names, x_label, log=log, smooth=smooth)
+    _save(figure, out)
+
+
+def save_panels(panels: Sequence[Sequence[Series]], out: Path, *, x_label: str) -> None:
+    """Write several panels of curves, one below the other, to a file; raises as `save_figure` does."""
+    figure = _figure(out, len(panels))
+    for place, curves in enumerate(panels, start=1):
+        axes = figure.add_subplot(len(panels), 1, place)
+        _draw(axes, curves, [curve.name for curve in curves], x_label if place == len(panels) else "")
+    _save(figure, out)
+
+
+def _figure(out: Path, num_panels: int) -> Any:
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out {out}: the name must end in {', '.join(FORMATS)}")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--out needs matplotlib: pip install 'etude[plot]'") from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    return Figure(figsize=(8, 2 + 2.5 * num_panels), layout="constrained")
+
+
+def _draw(
+    axes: Any, curves: Sequence[Series], names: Sequence[str], x_label: str, *, log: bool = False, smooth: float = 0.0
+) -> None:
     for place, (curve, name) in enumerate(zip(curves, names, strict=True)):
         color, mark = f"C{place % 10}", "." if len(curve.x) <= FEW else ""
         if smooth:
@@ -42,6 +62,9 @@ def save_figure(
         axes.set_yscale("log")
     if len(curves) > 1:
         axes.legend()
+
+
+def _save(figure: Any, out: Path) -> None:
     try:
         figure.savefig(out, dpi=150)
     except OSError as error:

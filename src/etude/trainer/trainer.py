@@ -40,10 +40,11 @@ from etude.trainer.arguments import (
 from etude.trainer.example import keeping_example
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
+from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, make_step
 from etude.trainer.output import Folder, Output
 from etude.trainer.recipe import recipe_of
 from etude.trainer.sanity_check import check_validation
+from etude.trainer.schedule import RunRate, SchedulerLike
 
 logger = logging.getLogger("etude")
 
@@ -101,8 +102,9 @@ class Trainer:
             optimizer: an optimizer, a function of the parameters, or the name of one; AdamW by default. A list of
                 optimizers that share no parameter is stepped, saved and resumed as one. Optimizer, scheduler, loss and
                 callbacks may be named as in a config file: "sgd", {"name": "sgd", "lr": 0.1}.
-            scheduler: a function of the step that gives a factor of the learning rate, or a torch scheduler
-                (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
+            scheduler: a function of the step that gives a factor of the learning rate, a torch scheduler
+                (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch), or one of timm.
+                Without one,
                 `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels), or of (output, batch) under
                 that name; "model" is the loss that the model computes itself. By default chosen from the first batch.
