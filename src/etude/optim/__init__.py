@@ -28,14 +28,18 @@ if TYPE_CHECKING:
         warmup,
         warmup_cosine,
     )
-    from etude.optim.several import Optimizers
+    from etude.optim.several import Optimizers, Perturbed
+    from etude.optim.wrappers import SAM, Lookahead
 
 __all__ = [
+    "SAM",
     "SGD",
     "Adam",
     "AdamW",
     "CosineAnnealingLR",
+    "Lookahead",
     "Optimizers",
+    "Perturbed",
     "RMSprop",
     "Schedule",
     "clip_gradients",

@@ -1,0 +1,173 @@
+"""Lookahead and SAM: they wrap any optimizer, also several, and each other."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+from torch.optim import Optimizer
+
+from etude.config.registry import Section, register
+from etude.core.arguments import checked
+from etude.core.errors import CheckpointError, ConfigError
+from etude.optim.clipping import global_norm
+from etude.optim.several import Optimizers, Perturbed, everything_in, optimizers_in
+
+Inner = Annotated[Optimizer, Section("optimizer", frozenset({"params"}))]
+
+SLOW, COUNTER = "slow", "lookahead"
+"""Keys in the state of the wrapped optimizer: the slow weights of a parameter, and the state of the wrapper."""
+SMALLEST_NORM = 1e-12
+"""Added to a norm before dividing by it, as in published implementations."""
+
+
+def _check_inner(kind: type[Optimizers], optimizer: Any) -> Optimizer:
+    """Return the optimizer to wrap; raise ConfigError if it is none, or is wrapped this way already."""
+    name = kind.__name__
+    if not isinstance(optimizer, Optimizer):
+        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise ConfigError(f"{name} wraps an optimizer, found {found}; write {name}(AdamW(model.parameters()))")
+    if any(isinstance(one, kind) for one in everything_in(optimizer)):
+        raise ConfigError(f"{name} is inside {name}; remove one of them")
+    return optimizer
+
+
+@register("optimizer", "lookahead")
+class Lookahead(Optimizers):
+    """Every `k` updates, moves slow weights towards the trained ones by `alpha`, and continues from there.
+
+    Zhang et al., 2019. Only updates that were applied are counted, not skipped ones. Between two of these moves,
+    validation and checkpoints use the trained (fast) weights. The wrapped optimizer keeps its momentum.
+
+    >>> weight = nn.Parameter(torch.ones(1))
+    >>> optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1), k=2, alpha=0.5)
+    >>> for _ in range(2):
+    ...     weight.grad = torch.ones(1)
+    ...     optimizer.step()
+    ...     print(round(weight.item(), 3))
+    0.9
+    0.9
+    """
+
+    @checked
+    def __init__(
+        self, optimizer: Inner, k: Annotated[int, Ge(1)] = 5, alpha: Annotated[float, Gt(0), Le(1)] = 0.5
+    ) -> None:
+        self.optimizer = _check_inner(Lookahead, optimizer)
+        self.k, self.alpha = k, alpha
+        super().__init__([optimizer])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the wrapped optimizer step; after every `k` updates move the slow weights."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Optimizers create the state of a parameter if it is empty, so slow weights are added afterwards.
+        new = [
+            (one, param, param.detach().clone())
+            for one in optimizers_in(self)
+            for group in one.param_groups
+            for param in group["params"]
+            if param.grad is not None and SLOW not in one.state.get(param, {})
+        ]
+        self._step_each()
+        for one, param, slow in new:
+            one.state[param][SLOW] = slow
+        if COUNTER not in self.state:
+            self.state[COUNTER] = {"step": torch.zeros((), dtype=torch.int64, device=self._device)}
+        count: Tensor = self.state[COUNTER]["step"]
+        skipped = vars(self).get("found_inf")  # set if the kernel decides on the device whether to skip
+        count.add_(1 if skipped is None else skipped == 0)
+        # After a skipped update the count may be a multiple again: slow and trained weights are then equal already.
+        self._move_slow(count.remainder(self.k) == 0)
+        return loss
+
+    def _move_slow(self, is_due: Tensor) -> None:
+        if is_due.is_cpu and not is_due.item():  # on the CPU reading a value does not wait
+            return
+        pairs = [
+            (state[SLOW], param.data)
+            for one in optimizers_in(self)
+            for param, state in one.state.items()
+            if SLOW in state
+        ]
+        slow, fast = (list(tensors) for tensors in zip(*pairs, strict=True))
+        if is_due.is_cpu:
+            torch._foreach_lerp_(slow, fast, self.alpha)
+            torch._foreach_copy_(fast, slow)
+        else:
+            _move_if(is_due, slow, fast, self.alpha)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; raise CheckpointError for slow weights of another shape."""
+        super().load_state_dict(state_dict)
+        for one in optimizers_in(self):
+            for param, state in one.state.items():
+                if SLOW in state and state[SLOW].shape != param.shape:
+                    raise CheckpointError(
+                        f"slow weights of shape {tuple(state[SLOW].shape)} for a parameter of {tuple(param.shape)}"
+                    )
+        if COUNTER in self.state:  # torch moves only the state of parameters to their device
+            self.state[COUNTER]["step"] = self.state[COUNTER]["step"].to(self._device)
+
+
+def _move_if(is_due: Tensor, slow: list[Tensor], fast: list[Tensor], alpha: float) -> None:
+    """Do what is done on the CPU if it is due, decided on the device."""
+    for old, new, moved in zip(slow, fast, torch._foreach_lerp(slow, fast, alpha), strict=True):
+        torch.where(is_due, moved, old, out=old)
+        torch.where(is_due, moved, new, out=new)
+
+
+@register("optimizer", "sam")
+class SAM(Perturbed):
+    """Sharpness-aware minimisation: updates with the gradient at the worst weights within a distance of `rho`.
+
+    Foret et al., 2021: these are w + rho·g/|g|, with the gradient g of the whole step over all micro-batches and
+    processes. With `adaptive` (ASAM; Kwon et al., 2021) they are w + rho·w²·g/|w·g|, which does not depend on the
+    scale of layers; rho is then usually ten times larger or more. A step runs every micro-batch twice, with the same
+    dropout masks. The loss that is reported, metrics and running statistics are those of the first pass.
+
+    >>> weight = nn.Parameter(torch.ones(1))
+    >>> optimizer = SAM(torch.optim.SGD([weight], lr=0.1), rho=0.5)
+    >>> def backward(): optimizer.zero_grad(); weight.square().sum().backward()
+    >>> backward(); _ = optimizer.perturb(); weight.item()
+    1.5
+    >>> backward(); optimizer.restore(); optimizer.step(); round(weight.item(), 3)
+    0.7
+    """
+
+    @checked
+    def __init__(self, optimizer: Inner, rho: Annotated[float, Gt(0)] = 0.05, adaptive: bool = False) -> None:
+        self.optimizer = _check_inner(SAM, optimizer)
+        self.rho, self.adaptive = rho, adaptive
+        super().__init__(optimizer)
+
+    def move(self, params: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """Add rho·g/|g| to the parameters unless a gradient is not finite; return the norm. The gradients change."""
+        if self.adaptive:
+            torch._foreach_mul_(grads, params)
+        norm = global_norm(grads)
+        if self.adaptive:
+            torch._foreach_mul_(grads, params)
+        factor, is_finite = self.rho / (norm + SMALLEST_NORM), norm.isfinite()
+        if not is_finite.is_cpu:
+            _zero_unless(is_finite, [factor, *grads])
+        elif not is_finite.item():  # on the CPU reading a value does not wait
+            return norm
+        torch._foreach_mul_(grads, factor)
+        torch._foreach_add_(params, grads)
+        return norm
+
+
+def _zero_unless(is_finite: Tensor, tensors: list[Tensor]) -> None:
+    """Set all tensors to zero unless the gradients are finite, decided on the device: 0·inf would be nan."""
+    for one in tensors:
+        one.masked_fill_(~is_finite, 0.0)
