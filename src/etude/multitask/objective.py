@@ -73,7 +73,7 @@ class TaskObjective(Objective):
     def only_once(self) -> str:
         """Return the weighting if it uses more than the terms of a step: it would count both passes."""
         is_plain = self.weighting is None or self.weighting.needs == "nothing"
-        return "" if is_plain else f"the weighting {type(self.weighting).__name__}"
+        return "" if is_plain else f"the weighting {type(self.weighting).__name__} (it needs {self.weighting.needs})"
 
     # --- a step
 
