@@ -261,6 +261,7 @@ MISTAKES = {
     "optimizer.alpha": {"name": "lookahead", "optimizer": SGD_SECTION, "alpha": 1.5},
     "optimizer.k": {"name": "lookahead", "optimizer": SGD_SECTION, "k": 0},
     "did you mean 'rho'": {"name": "sam", "optimizer": SGD_SECTION, "rh": 0.1},
+    "did you mean 'optimizer.optimizer.lr'": {"name": "sam", "optimizer": SGD_SECTION, "lr": 0.1},
     "optimizer.optimizer.lr": {"name": "sam", "optimizer": {"name": "sgd", "lr": -1}},
     "optimizer.optimizer": {"name": "sam"},
     "SAM is inside SAM": {"name": "sam", "optimizer": {"name": "sam", "optimizer": SGD_SECTION}},

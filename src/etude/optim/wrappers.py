@@ -40,7 +40,7 @@ class Lookahead(Optimizers):
     Zhang et al., 2019. Only updates that were applied are counted, not skipped ones. Between two of these moves,
     validation and checkpoints use the trained (fast) weights. The wrapped optimizer keeps its momentum.
 
-    >>> weight = nn.Parameter(torch.ones(1))
+    >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1), k=2, alpha=0.5)
     >>> for _ in range(2):
     ...     weight.grad = torch.ones(1)
@@ -58,7 +58,6 @@ class Lookahead(Optimizers):
         self.k, self.alpha = k, alpha
         super().__init__([optimizer])
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let the wrapped optimizer step; after every `k` updates move the slow weights."""
         loss = None
@@ -76,30 +75,33 @@ class Lookahead(Optimizers):
         self._step_each()
         for one, param, slow in new:
             one.state[param][SLOW] = slow
-        if COUNTER not in self.state:
-            self.state[COUNTER] = {"step": torch.zeros((), dtype=torch.int64, device=self._device)}
-        count: Tensor = self.state[COUNTER]["step"]
+        state = self.state
+        if COUNTER not in state:
+            state[COUNTER] = {"step": torch.zeros((), dtype=torch.int64, device=self._device)}
+        count: Tensor = state[COUNTER]["step"]
         skipped = vars(self).get("found_inf")  # set if the kernel decides on the device whether to skip
-        count.add_(1 if skipped is None else skipped == 0)
         # After a skipped update the count may be a multiple again: slow and trained weights are then equal already.
-        self._move_slow(count.remainder(self.k) == 0)
+        if not count.is_cpu:
+            count.add_(1 if skipped is None else skipped == 0)
+            _move_if(count.remainder(self.k) == 0, *self._weights(), self.alpha)
+            return loss
+        count.add_(skipped is None or not skipped.item())  # on the CPU reading a value does not wait
+        if count.item() % self.k == 0:
+            slow, fast = self._weights()
+            torch._foreach_lerp_(slow, fast, self.alpha)
+            torch._foreach_copy_(fast, slow)
         return loss
 
-    def _move_slow(self, is_due: Tensor) -> None:
-        if is_due.is_cpu and not is_due.item():  # on the CPU reading a value does not wait
-            return
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the slow weights, and the trained ones."""
         pairs = [
             (state[SLOW], param.data)
             for one in optimizers_in(self)
             for param, state in one.state.items()
             if SLOW in state
         ]
-        slow, fast = (list(tensors) for tensors in zip(*pairs, strict=True))
-        if is_due.is_cpu:
-            torch._foreach_lerp_(slow, fast, self.alpha)
-            torch._foreach_copy_(fast, slow)
-        else:
-            _move_if(is_due, slow, fast, self.alpha)
+        slow, fast = zip(*pairs, strict=True)
+        return list(slow), list(fast)
 
     @property
     def _device(self) -> torch.device:
@@ -135,7 +137,7 @@ class SAM(Perturbed):
     scale of layers; rho is then usually ten times larger or more. A step runs every micro-batch twice, with the same
     dropout masks. The loss that is reported, metrics and running statistics are those of the first pass.
 
-    >>> weight = nn.Parameter(torch.ones(1))
+    >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = SAM(torch.optim.SGD([weight], lr=0.1), rho=0.5)
     >>> def backward(): optimizer.zero_grad(); weight.square().sum().backward()
     >>> backward(); _ = optimizer.perturb(); weight.item()
