@@ -150,6 +150,13 @@ def test_a_parameter_whose_first_gradient_comes_late_starts_from_its_own_weights
     torch.testing.assert_close(unused.detach(), torch.full((2,), 0.95, dtype=torch.float64))  # half of 0.1
 
 
+def test_a_step_without_any_gradient_changes_nothing():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Lookahead(SGD([weight], lr=0.1), k=1)
+    optimizer.step()
+    assert (weight.item(), len(optimizer.state)) == (1.0, 0)
+
+
 def test_skipped_updates_are_not_counted():
     weight = nn.Parameter(torch.ones(1))
     optimizer = Lookahead(SGD([weight], lr=0.25), k=2, alpha=0.5)

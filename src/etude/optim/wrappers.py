@@ -77,6 +77,8 @@ class Lookahead(Optimizers):
             one.state[param][SLOW] = slow
         state = self.state
         if COUNTER not in state:
+            if not new:  # no parameter has had a gradient yet
+                return loss
             state[COUNTER] = {"step": torch.zeros((), dtype=torch.int64, device=self._device)}
         count: Tensor = state[COUNTER]["step"]
         skipped = vars(self).get("found_inf")  # set if the kernel decides on the device whether to skip
@@ -94,31 +96,26 @@ class Lookahead(Optimizers):
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the slow weights, and the trained ones."""
-        pairs = [
-            (state[SLOW], param.data)
-            for one in optimizers_in(self)
-            for param, state in one.state.items()
-            if SLOW in state
-        ]
-        slow, fast = zip(*pairs, strict=True)
-        return list(slow), list(fast)
+        states = [item for one in optimizers_in(self) for item in one.state.items() if SLOW in item[1]]
+        return [state[SLOW] for _, state in states], [param.data for param, _ in states]
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.param_groups[0]["params"][0].device
-        return device
+        return next(param.device for group in self.param_groups for param in group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; raise CheckpointError for slow weights of another shape."""
+        """Load what `state_dict` returned; raise CheckpointError for a counter or slow weights of another shape."""
         super().load_state_dict(state_dict)
-        for one in optimizers_in(self):
-            for param, state in one.state.items():
-                if SLOW in state and state[SLOW].shape != param.shape:
-                    raise CheckpointError(
-                        f"slow weights of shape {tuple(state[SLOW].shape)} for a parameter of {tuple(param.shape)}"
-                    )
-        if COUNTER in self.state:  # torch moves only the state of parameters to their device
-            self.state[COUNTER]["step"] = self.state[COUNTER]["step"].to(self._device)
+        state = self.state
+        pairs = [*zip(*self._weights(), strict=True)]
+        if COUNTER in state:  # torch moves only the state of parameters to their device
+            count = state[COUNTER]["step"] = state[COUNTER]["step"].to(self._device, torch.int64)
+            pairs.append((count, torch.zeros(())))
+        for found, wanted in pairs:
+            if found.shape != wanted.shape:
+                raise CheckpointError(
+                    f"the state of Lookahead has the shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+                )
 
 
 def _move_if(is_due: Tensor, slow: list[Tensor], fast: list[Tensor], alpha: float) -> None:
