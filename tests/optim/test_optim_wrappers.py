@@ -217,13 +217,13 @@ def test_groups_and_rates_are_those_of_the_wrapped_optimizer():
     assert owner_of(optimizer, 1) is inner.optimizers[1]
 
 
-def test_hooks_of_a_wrapper_run_once():
+@pytest.mark.parametrize("wrap", NESTED.values(), ids=NESTED)
+def test_hooks_of_a_wrapper_run_once(wrap):
     Optimizers([SGD([nn.Parameter(torch.ones(1))])])  # torch wraps the step of every class that has been made
-    weight, calls = nn.Parameter(torch.ones(1)), []
-    optimizer = Lookahead(SGD([weight]))
+    model, calls = net(), []
+    optimizer = wrap(SGD(model.parameters()))
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    weight.grad = torch.ones(1)
-    optimizer.step()
+    train(model, optimizer, range(1))
     assert calls == [1]
 
 

@@ -176,15 +176,14 @@ class Perturbed(Optimizers):
         self._perturbed, self._weights = [], []
         self._is_restored = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights with the second gradients; raise TrainingError without a second gradient."""
+    def _step_each(self) -> None:
         if not self._is_restored:
             raise TrainingError(
                 f"{type(self).__name__} needs a second gradient, which a function that only calls step() does not "
                 "compute; train with a Trainer or a TrainingLoop, or pass the step method itself"
             )
         self._is_restored = False
-        return super().step(closure)
+        super()._step_each()
 
 
 class _States(ChainMap[Any, Any]):
