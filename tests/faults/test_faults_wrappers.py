@@ -4,7 +4,7 @@ import time
 
 import pytest
 import yaml
-from faults_runs import facts
+from faults_runs import facts, wait_for
 
 WRAPPED = {
     "name": "lookahead",
@@ -32,10 +32,9 @@ def test_killed_and_resumed(etude, wrapped, tmp_path, share):
     config, whole, seconds = wrapped
     folder = tmp_path / "run"
     process = etude.start("train", config, "--run-dir", folder)
+    wait_for((folder / "config.yaml").exists, process)
     time.sleep(share * seconds)
     process.kill()
-    if not (folder / "config.yaml").exists():
-        pytest.skip("killed before there was a run")
     if not (folder / "result.json").exists():
         code, process = etude.run("resume", folder)
         assert code == 0, process.err

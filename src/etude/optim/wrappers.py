@@ -101,7 +101,8 @@ class Lookahead(Optimizers):
 
     @property
     def _device(self) -> torch.device:
-        return next(param.device for group in self.param_groups for param in group["params"])
+        first: Tensor = next(param for group in self.param_groups for param in group["params"])
+        return first.device
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raise CheckpointError for a counter or slow weights of another shape."""
