@@ -20,6 +20,7 @@ BENCHMARKS = {
     "csv_loading": (),
     "dashboard": (),
     "optim": ("--rounds=2",),
+    "wrappers": (),
     "metrics": (),
     "gradient_monitor": (),
     "sinks": (),

@@ -11,7 +11,7 @@ from etude.callbacks.monitored import Monitored
 from etude.checkpoint import check_kind, pack, record_of, unpack
 from etude.core import CheckpointError, Clock, ConfigError, StepReport, TrainingError
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
-from etude.optim.several import optimizers_in
+from etude.optim.several import everything_in
 
 _STATE = record_of(
     "LRSchedule",
@@ -95,9 +95,7 @@ class LRSchedule(Callback):
     def on_train_begin(self, run: RunInfo) -> None:
         """Check that the scheduler belongs to the optimizer that trains."""
         theirs, self._clock = self.scheduler.optimizer, run.clock
-        if run.optimizer is not None and not any(
-            theirs is one for one in (run.optimizer, *optimizers_in(run.optimizer))
-        ):
+        if run.optimizer is not None and not any(theirs is one for one in everything_in(run.optimizer)):
             raise TrainingError(
                 "LRSchedule belongs to another optimizer than the one that trains; build the scheduler from the "
                 "optimizer given to the trainer"

@@ -58,7 +58,11 @@ _HOMES = {
         "models.text_classifier": "text_classifier",
         "models.transformer": "causal_transformer_lm transformer_lm",
     },
-    "optimizer": {"optim.optimizers": "adam adamw rmsprop sgd", "optim.several": "several"},
+    "optimizer": {
+        "optim.optimizers": "adam adamw rmsprop sgd",
+        "optim.several": "several",
+        "optim.wrappers": "lookahead sam",
+    },
     "scheduler": {
         "callbacks.reduce_on_plateau": "plateau",
         "optim.cooldowns": "cooldown wsd",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def set_seed(seed: int) -> None:
@@ -95,6 +96,43 @@ def _devices() -> list[Any]:
     """Return the torch device modules, besides the CPU, with a generator in use: that of the current device."""
     cuda = [torch.cuda] if torch.cuda.is_initialized() else []
     return [*cuda, torch.mps] if torch.backends.mps.is_available() else cuda
+
+
+class Replay:
+    """Torch's random state at one point, to be replayed; no synchronisation, since generator states are on the host.
+
+    >>> random = Replay(torch.device("cpu"))
+    >>> random.remember()
+    >>> first, second = torch.rand(1), torch.rand(1)
+    >>> with random.again():
+    ...     torch.rand(1) == first
+    tensor([True])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = [device] if device.type == "cuda" else []
+        self._states: list[Tensor] = []
+
+    def remember(self) -> None:
+        """Save the current state."""
+        self._states = self._now()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers again in this block; the state after it does not depend on it."""
+        with torch.random.fork_rng(self._cuda):
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._cuda, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a random number has been drawn since `remember`."""
+        return not all(map(torch.equal, self._states, self._now()))
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
 
 
 class RunRandom:

@@ -120,6 +120,8 @@ class Capture:
             raise Unfit("a callback reads the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")
+        if step.second_pass is not None and step.second_pass.has_drawn:
+            raise Unfit("the second gradients of a step repeat its random numbers (dropout), which a graph cannot")
         form = form_of(micro_batches, tensors)
         device = step.updater.device
         if any(tensor.device != device for tensor in tensors):

@@ -55,6 +55,8 @@ class Objective:
         self.task = self.on_rank(task)
         """The task as this rank runs it."""
         self.step = 0
+        self.is_repeating = False
+        """Whether this is the second pass over the micro-batches of a step, of which nothing is reported."""
         self.micro_batches: Sequence[Batch] = ()
         self._is_last = False
         self.sums: dict[str, Tensor] = {}
@@ -114,6 +116,10 @@ class Objective:
     def is_usual(self, step: int) -> bool:  # noqa: ARG002
         """Return whether a step is like the others; if not, it is not replayed from a graph."""
         return True
+
+    def only_once(self) -> str:
+        """Return what cannot run the micro-batches of a step twice before the update; empty if there is nothing."""
+        return ""
 
     def connect(self, callbacks: CallbackList) -> None:
         """Called before training with the callbacks of the run: some read values that only an objective has."""

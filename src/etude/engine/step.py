@@ -20,6 +20,7 @@ from etude.engine.callback import Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import MixedPrecision
+from etude.engine.second_pass import SecondPass
 from etude.engine.update import Updater
 
 logger = logging.getLogger("etude")
@@ -68,6 +69,10 @@ class Step:
         self.batches: Sequence[Batch] = ()
         """The micro-batches of the last step."""
         self._buffers = BufferGuard(model)
+        self.second_pass: SecondPass | None = None
+        """Computes the gradients again, at other weights, if the optimizer needs that."""
+        if updater.needs_second_gradient:
+            self.second_pass = SecondPass(model, self.objective, updater)
         self._is_announced = False
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
@@ -97,16 +102,12 @@ class Step:
         objective, updater = self.objective, self.updater
         updater.zero_grad()
         self._buffers.remember()
-        objective.begin(micro_batches, self.clock.step)
-        for place, batch in enumerate(micro_batches):
-            with objective.micro_batch(place):
-                with span("forward"), self.precision.autocast():
-                    terms = self.forward(self.model, batch, metrics=self.metrics)
-                self.task.observe(batch)
-                with span("backward"):
-                    objective.backward(terms)
-        with span("backward"):
-            count = objective.finish()
+        if self.second_pass is not None:
+            self.second_pass.remember()
+        count = self._gradients(micro_batches)
+        sums, counts = objective.sums, objective.counts
+        if self.second_pass is not None:
+            count = self.second_pass.run(lambda: self._gradients(micro_batches))
         for every, watch in self.watchers:
             if self.clock.step % every == 0:
                 watch(Gradients(self.model, updater.params, count, self.precision))
@@ -117,7 +118,24 @@ class Step:
             self._buffers.put_back(skipped)
             for follow in self.after_update:
                 follow(skipped)
-        return StepReport(objective.sums, objective.counts, norm, divisor, skipped, updater.lr, objective.optional)
+        return StepReport(sums, counts, norm, divisor, skipped, updater.lr, objective.optional)
+
+    def _gradients(self, micro_batches: Sequence[Batch]) -> Tensor | float:
+        """Run every micro-batch forward and backward; return what the gradients are to be divided by."""
+        objective = self.objective
+        objective.begin(micro_batches, self.clock.step)
+        for place, batch in enumerate(micro_batches):
+            with objective.micro_batch(place):
+                with span("forward"), self.precision.autocast():
+                    terms = self.forward(self.model, batch, metrics=self.metrics)
+                if objective.is_repeating:
+                    self.task.judged = None  # metrics are those of the first pass
+                else:
+                    self.task.observe(batch)
+                with span("backward"):
+                    objective.backward(terms)
+        with span("backward"):
+            return objective.finish()
 
 
 class GradientAccumulator:

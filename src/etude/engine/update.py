@@ -16,7 +16,7 @@ from etude.engine.precision import MixedPrecision
 from etude.optim.clipping import global_norm
 from etude.optim.eager import take_step
 from etude.optim.pieces import InPieces
-from etude.optim.several import owner_of
+from etude.optim.several import owner_of, perturbed_in
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
 """Optimizers whose non-fused kernels accept a learning rate on the device, if their groups are capturable."""
@@ -45,6 +45,9 @@ class Updater:
         self._has_stepped = False
         self._met: set[int] = set()
         """Parameters that have been updated at least once."""
+        self._perturbed = perturbed_in(optimizer)
+        self._first_norm: Tensor | None = None
+        """Norm of the first gradients of a step that needs second ones."""
         self._constants: dict[float, Tensor] = {}
         self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
         self._names = _rate_names(optimizer)
@@ -88,6 +91,22 @@ class Updater:
         for param in self.params:
             param.grad = None
 
+    @property
+    def needs_second_gradient(self) -> bool:
+        """Whether `perturb`, another gradient and `restore` must come before `apply`."""
+        return self._perturbed is not None
+
+    def perturb(self) -> None:
+        """Move the weights to where the optimizer wants its gradient, and drop the gradients."""
+        assert self._perturbed is not None
+        self._first_norm = self._perturbed.perturb()
+        Updater.zero_grad(self)
+
+    def restore(self) -> None:
+        """Restore the weights that `perturb` has moved."""
+        assert self._perturbed is not None
+        self._perturbed.restore()
+
     def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
         """Update the parameters with gradients divided by `divisor` (it includes the loss scale) and clipped.
 
@@ -99,7 +118,10 @@ class Updater:
         if any(map(_IS_SPARSE, grads)):
             grads = self._values()
         norm = global_norm(grads)
-        skipped = norm.mul(0.0).ne_(0.0)  # inf·0 and nan·0 are nan, which differs from 0
+        skipped = norm.mul(0.0)  # inf·0 and nan·0 are nan, which differs from 0
+        if self._first_norm is not None:
+            skipped = skipped + self._first_norm * 0.0
+        skipped = skipped.ne_(0.0)
         if self.clip_norm is not None:
             # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
             scaled_norm = norm if self.clip_norm == 1.0 else norm / self.clip_norm
@@ -166,7 +188,7 @@ class Updater:
         for rate in self._rates:
             rate.lend()
         try:
-            if _is_recorded(self.params[0]):
+            if is_recorded(self.params[0]):
                 with InPieces():  # type: ignore[no-untyped-call]
                     take_step(self.optimizer)
             else:
@@ -201,7 +223,7 @@ class Updater:
         return any(param.grad is not None and id(param) not in self._met for param in self.params)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
-        if _is_recorded(like):  # a graph must not read memory that may be freed
+        if is_recorded(like):  # a graph must not read memory that may be freed
             return torch.full((), value, dtype=torch.float32, device=like.device)
         if value not in self._constants:
             self._constants = {value: torch.full((), value, dtype=torch.float32, device=like.device)}
@@ -219,7 +241,7 @@ def _rate_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     }
 
 
-def _is_recorded(tensor: Tensor) -> bool:
+def is_recorded(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

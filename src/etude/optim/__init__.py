@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from etude.optim.clipping import clip_gradients, clip_gradients_by_value, global_norm
     from etude.optim.cooldowns import cooldown, wsd
     from etude.optim.groups import group_parameters
-    from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
+    from etude.optim.optimizers import (
+        SGD,
+        Adam,
+        AdamW,
+        RMSprop,
+        decay_groups,
+        get_lr,
+        set_lr,
+    )
     from etude.optim.scheduled import Schedule, Schedules
     from etude.optim.schedules import (
         constant,
@@ -30,14 +38,18 @@ if TYPE_CHECKING:
         warmup_cosine,
     )
     from etude.optim.settings import by_setting, per_group
-    from etude.optim.several import Optimizers
+    from etude.optim.several import Optimizers, Perturbed
+    from etude.optim.wrappers import SAM, Lookahead
 
 __all__ = [
+    "SAM",
     "SGD",
     "Adam",
     "AdamW",
     "CosineAnnealingLR",
+    "Lookahead",
     "Optimizers",
+    "Perturbed",
     "RMSprop",
     "Schedule",
     "Schedules",
