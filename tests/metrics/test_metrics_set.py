@@ -188,15 +188,6 @@ def test_a_function_may_select_samples():
     assert found == pytest.approx(sk.recall_score(labels, logits.argmax(1), labels=[0], average=None)[0])
 
 
-def test_values_that_are_not_those_of_samples_are_one_warning(caplog):
-    logits, labels = sample()
-    values({"off": off, "selected": lambda p, y: off(p, y)[y > 0]}, logits, labels, [10, 20, 30, 40, 50])
-    assert not caplog.records
-    values({"by_class": lambda p, y: torch.ones(4)}, logits, labels, [10, 20, 30, 40, 50])
-    (record,) = caplog.records
-    assert "by_class" in record.getMessage()
-
-
 def test_metrics_of_torchmetrics_by_object_collection_and_path():
     logits, labels = sample()
     classes = {"num_classes": 4, "average": "macro"}

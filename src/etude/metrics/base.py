@@ -214,6 +214,25 @@ class Kept(Measure):
         self._rows = list(state["rows"])
 
 
+class Averaged(Measure):
+    """A metric of every class or label: their average, or with `none` each of them."""
+
+    average: str
+    class_names: list[str] | None
+
+    def choose(self, average: str | None, known: Sequence[str], class_names: list[str] | None) -> None:
+        """Set how classes are averaged, which is part of the name; raise ConfigError for an unknown way."""
+        self.average, self.class_names = average or "none", class_names
+        if self.average not in known:
+            raise ConfigError(f"{type(self).__name__}: average is '{average}'; it must be one of {', '.join(known)}")
+        self.name = type(self).name + PER_CLASS * (self.average == "none")
+
+    def results(self) -> dict[str, float]:
+        """Return the average, or one value per class."""
+        value = self.compute()
+        return named_scores(self.name, value, self.class_names) if isinstance(value, list) else {self.name: value}
+
+
 def gathered_rows(world: World, rows: Tensor | None) -> list[Tensor]:
     """Return the rows of every rank, on the host; None if this rank has none."""
     columns, is_double = world.host_max([0, 0] if rows is None else [rows.shape[1], int(rows.dtype is torch.float64)])

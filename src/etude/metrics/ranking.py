@@ -19,7 +19,7 @@ from torch import Tensor
 from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.core.errors import ConfigError, DataError
-from etude.metrics.base import PER_CLASS, Kept, named_scores
+from etude.metrics.base import Averaged, Kept
 from etude.metrics.counts import NumClasses, NumLabels
 from etude.metrics.inputs import (
     binary_scores,
@@ -33,7 +33,7 @@ from etude.metrics.inputs import (
 Array = npt.NDArray[np.float64]
 
 
-class Ranking(Kept):
+class Ranking(Averaged, Kept):
     """Shared by AUROC and average precision: a score and a binary label for every element, class or label.
 
     - macro: the mean over classes or labels
@@ -54,14 +54,13 @@ class Ranking(Kept):
         class_names: list[str] | None = None,
     ) -> None:
         super().__init__()
-        who = type(self).__name__
         if num_classes is not None and num_labels is not None:
-            raise ConfigError(f"{who}: set num_classes for classes or num_labels for labels, not both")
-        if average not in ("macro", "weighted", "none", None):
-            raise ConfigError(f"{who}: average is '{average}'; it must be one of macro, weighted, none")
-        self.num_classes, self.num_labels, self.average = num_classes, num_labels, average or "none"
-        self.ignore_index, self.class_dim, self.class_names = ignore_index, class_dim, class_names
-        self.name = type(self).name + PER_CLASS * (self.average == "none")
+            raise ConfigError(
+                f"{type(self).__name__}: set num_classes for classes or num_labels for labels, not both"
+            )
+        self.choose(average, ("macro", "weighted", "none"), class_names)
+        self.num_classes, self.num_labels = num_classes, num_labels
+        self.ignore_index, self.class_dim = ignore_index, class_dim
 
     @abstractmethod
     def area(self, positives: Array, negatives: Array) -> float:
@@ -132,11 +131,6 @@ class Ranking(Kept):
     def is_defined(self, positives: float, negatives: float) -> bool:
         """Whether a class or label with so many positives and negatives has a value."""
         return bool(positives + negatives)
-
-    def results(self) -> dict[str, float]:
-        """Return the average, or one value per class."""
-        value = self.compute()
-        return named_scores(self.name, value, self.class_names) if isinstance(value, list) else {self.name: value}
 
 
 def _by_score(scores: Array, positives: Array, negatives: Array) -> tuple[Array, Array] | None:
