@@ -1,6 +1,6 @@
 """Expected-value losses of all modalities as terms."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,10 +120,9 @@ def meaningful_terms(
             if isinstance(predictions, HeadOutput):
                 found, squared = expected_value_sums(predictions, parts)
             else:
-                found = logits_sums(predictions, parts)
-                squared = squared_error_sums(predictions, parts) if metrics else found
+                found, squared = logits_sums(predictions, parts, metrics=metrics)
         losses |= zip(some, found, strict=True)
-        squares |= zip(some, squared, strict=True)
+        squares |= zip(some, squared, strict=False)  # none without metrics
     terms: Terms = {}
     for name in names:
         terms[f"loss_{short_name(name)}"] = LossTerm(losses[name], chosen[name].count, weights.get(name, 0.0))
@@ -132,39 +131,21 @@ def meaningful_terms(
     return terms
 
 
-def logits_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
-    """Return the sum of the losses of every part."""
-    with torch.autocast(logits.device.type, enabled=False):  # values need more precision than bf16
-        return [
-            (part.reconstruction.on(block.device, block.dtype).row_losses(block, part.targets) * weights).sum()
-            for part, block, weights in _weighted_blocks(logits, parts)
-        ]
-
-
-@torch.no_grad()
-def squared_error_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
-    """Return the sum of squared errors of the expected value of every part."""
-    sums = []
-    with torch.autocast(logits.device.type, enabled=False):
-        for part, block, weights in _weighted_blocks(logits, parts):
-            own = part.reconstruction.on(block.device, block.dtype)
-            sums.append((own.errors(torch.softmax(block, 1), part.targets).square_().mean(1) * weights).sum())
-    return sums
-
-
-def _weighted_blocks(logits: Tensor, parts: Sequence[LossPart]) -> Iterator[tuple[LossPart, Tensor, Tensor]]:
-    """Yield the logits and the weights of every part's rows, in at least float32."""
-    if not parts:
-        return
+def logits_sums(logits: Tensor, parts: Sequence[LossPart], *, metrics: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the sum of the losses of every part, and with `metrics` that of the squared errors of expected values."""
+    losses, squares = list[Tensor](), list[Tensor]()
+    rows = logits.reshape(-1, logits.shape[-1])
+    blocks = _Blocks.apply(rows, tuple(parts)) if parts else ()  # type: ignore[no-untyped-call]
     kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
-    for part, block in zip(parts, take_blocks(logits.reshape(-1, logits.shape[-1]), parts), strict=True):
-        yield part, block.to(kind), part.row_weights.to(kind)
-
-
-def take_blocks(logits: Tensor, parts: Sequence[LossPart]) -> tuple[Tensor, ...]:
-    """Return the rows and columns of the logits (N, V) of each part."""
-    found: tuple[Tensor, ...] = _Blocks.apply(logits, tuple(parts))  # type: ignore[no-untyped-call]
-    return found
+    with torch.autocast(logits.device.type, enabled=False):  # values need more precision than bf16
+        for part, block in zip(parts, blocks, strict=True):
+            wide, weights, own = block.to(kind), part.row_weights.to(kind), part.reconstruction.on(block.device, kind)
+            losses.append((own.row_losses(wide, part.targets) * weights).sum())
+            if metrics:
+                with torch.no_grad():
+                    errors = own.errors(torch.softmax(wide, 1), part.targets)
+                    squares.append((errors.square_().mean(1) * weights).sum())
+    return losses, squares
 
 
 class _Blocks(torch.autograd.Function):
