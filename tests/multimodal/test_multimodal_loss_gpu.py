@@ -14,6 +14,7 @@ from etude.multimodal.loss.fused import ExpectationProblem, chunked_expectation
 from etude.multimodal.loss.gpu_chunks import VectorTable
 from etude.multimodal.loss.kinds import MeanSquaredError
 from forked_python import run_python
+from grids import sampled
 
 SCALARS = {"number": (5,), "wide": (6, 1), "one": (1,)}
 VECTORS = {"vector": (7, 3), "one_vector": (1, 4), "pair": (2, 17)}
@@ -68,10 +69,10 @@ def in_float64(p):
 # ------------------------------------------------------------------------------------------ values and gradients
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bias", "softcap"),
+    sampled(2, KINDS, [torch.bfloat16, torch.float32], [True, False], [None, 1.5]),
+)
 def test_every_kind_and_type(kernel, kind, dtype, bias, softcap):
     shapes = SCALARS | (VECTORS if dtype is torch.bfloat16 else {})
     problem = Problem(kind, dtype, num=13, shapes=shapes, bias=bias, softcap=softcap)
