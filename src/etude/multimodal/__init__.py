@@ -5,7 +5,6 @@ tokenizers/         numbers and vectors to codes and back
 codebooks           values of codes from external files; joblib_files reads pickles without executing them
 writer, folder      samples of several modalities as token files, with vocabulary and tokenizers beside them
 loss/               cross entropy, and the error of the values that tokens represent
-facts               the data about a vocabulary in checkpoints
 training            `Trainer(vocab=…, codebooks=…)`
 feature             the section `vocab` of experiment files
 """

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from etude.core.errors import DataError
 from etude.data.tokens.schema import TYPES
 from etude.data.tokens.writer import TokenWriter
-from etude.multimodal.tokenizers.arrays import as_whole_numbers
+from etude.multimodal.tokenizers.base import as_whole_numbers
 from etude.multimodal.vocab import VocabSpec
 
 Segment = str | tuple[str, Any]

@@ -13,8 +13,7 @@ import torch
 from etude.losses.products import add_logit_gradients, chunk_rows_for
 from etude.multimodal.loss.fused import ExpectationProblem, ExpectationResult, chunked_expectation, empty_result
 from etude.multimodal.loss.gpu_chunks import Chunks, DistanceChunks, ExpectedVectorChunks, ScalarChunks
-from etude.multimodal.loss.hl_gauss import HLGauss
-from etude.multimodal.loss.kinds import Huber, MeanSquaredError, Wasserstein
+from etude.multimodal.loss.kinds import HLGauss, Huber, MeanSquaredError, Wasserstein
 
 CHUNK_BYTES = 256 << 20
 """Memory for one chunk."""
