@@ -51,7 +51,7 @@ class TaskObjective(Objective):
         """Those of both that this step needs."""
         self._learns = False
         rule = self.weighting
-        if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
+        if rule is not None and rule.state_dict() and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
                 f"{type(rule).__name__} is not part of the model, so it would be neither trained nor saved; call "
                 "task.join(model) before training"
