@@ -77,14 +77,14 @@ def test_shared_counts_give_the_values_of_separate_metrics(seed, count, classes,
 
 def test_metrics_of_one_confusion_matrix_count_once(monkeypatch):
     counted = []
-    for kind in (F1, Precision, ConfusionMatrix):
+    for kind in (Accuracy, F1, Precision, ConfusionMatrix):
         update = kind.update
         monkeypatch.setattr(kind, "update", lambda self, *a, u=update, **k: (counted.append(self), u(self, *a, **k)))
-    values(["f1", "precision", "confusion_matrix"], *sample())
+    values(["accuracy", "f1", "precision", "confusion_matrix"], *sample())
     assert len(counted) == 1
     counted.clear()
-    values([F1(), {"name": "f1", "threshold": 0.3}], *sample())
-    assert len(counted) == 2
+    values([Accuracy(), F1(), {"name": "f1", "threshold": 0.3}, Accuracy(top_k=2)], *sample())
+    assert len(counted) == 3
 
 
 def test_an_object_of_a_set_can_be_used_alone_again():
@@ -186,6 +186,15 @@ def test_a_function_may_select_samples():
     logits, labels = sample()
     (found,) = values({"recall0": lambda p, y: p[y == 0].argmax(1) == 0}, logits, labels, range(2, 60, 2)).values()
     assert found == pytest.approx(sk.recall_score(labels, logits.argmax(1), labels=[0], average=None)[0])
+
+
+def test_values_that_are_not_those_of_samples_are_one_warning(caplog):
+    logits, labels = sample()
+    values({"off": off, "selected": lambda p, y: off(p, y)[y > 0]}, logits, labels, [10, 20, 30, 40, 50])
+    assert not caplog.records
+    values({"by_class": lambda p, y: torch.ones(4)}, logits, labels, [10, 20, 30, 40, 50])
+    (record,) = caplog.records
+    assert "by_class" in record.getMessage()
 
 
 def test_metrics_of_torchmetrics_by_object_collection_and_path():

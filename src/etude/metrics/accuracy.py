@@ -11,6 +11,7 @@ from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.core.errors import ConfigError, DataError
 from etude.metrics.base import Metric
+from etude.metrics.counts import ClassCounts
 from etude.metrics.inputs import class_dim_of, counted_elements, counted_labels, form_of, predicted_positives
 
 
@@ -46,14 +47,32 @@ class Accuracy(Metric):
         self.threshold = threshold
         self.top_k, self.ignore_index, self.class_dim = top_k, ignore_index, class_dim
         self.name = "accuracy" if top_k == 1 else f"accuracy_top{top_k}"
+        self.source: ClassCounts | None = None
+        """Other metrics' counts of the same predictions, if there are any: they include the correct ones."""
+
+    def can_read(self, counts: ClassCounts) -> bool:
+        """Whether these counts include the correct predictions of all classes."""
+        same = (counts.ignore_index, counts.class_dim, counts.num_labels) == (self.ignore_index, self.class_dim, None)
+        return self.top_k == 1 and counts.threshold == (self.threshold or 0.5) and same
+
+    def compute(self) -> float:
+        """Return the share over everything since the last reset; nan if there is nothing. Synchronises."""
+        return super().compute() if self.source is None else self.source.accuracy()
+
+    def reset(self) -> None:
+        """Reset to the initial state, with counts of its own."""
+        self.source = None
+        super().reset()
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
         """Return the number of correct elements and of counted elements."""
         is_binary = predictions.is_floating_point() and predictions.shape == (*targets.shape, 1) and self.top_k == 1
         if self.threshold is not None or is_binary:
             yes, no = predicted_positives(predictions, targets, self.threshold or 0.5, "accuracy")
-            right = torch.where(targets > 0.5, yes, no)
-            counted = counted_labels(targets, mask, self.ignore_index, "accuracy")
+            right, counted = (
+                torch.where(targets > 0.5, yes, no),
+                counted_labels(targets, mask, self.ignore_index, "accuracy"),
+            )
             return torch.stack([(right & counted).sum(), counted.sum()])
         counted = counted_elements(targets, mask, self.ignore_index, "accuracy")
         if predictions.shape != targets.shape:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -16,11 +17,16 @@ from etude.core.errors import ConfigError, TrainingError
 from etude.distributed import World
 from etude.metrics.base import PER_CLASS, Measure, Metric, named_scores
 
+logger = logging.getLogger("etude")
+
+_DOUBTS = 4
+"""Batches after which a function with as many values in each, but not one per sample, is warned of."""
+
 
 class FunctionMetric(Metric):
     """The mean of a function of (predictions, labels).
 
-    A tensor has one value per sample, per element, or for each of those that the function selects: their mean
+    A tensor (N,) has one value per sample, per element, or for each of those that the function selects: their mean
     over all batches is exact. A single value is taken as the mean over the samples of its batch and weighted by their
     number.
 
@@ -36,6 +42,8 @@ class FunctionMetric(Metric):
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
         super().__init__()
         self.function, self.name = function, name
+        self._odd: list[int] = []
+        """Numbers of values in the first batches in which they were not those of samples or labels."""
 
     def batch_sums(self, predictions: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return the sum of the values, and their number."""
@@ -48,7 +56,22 @@ class FunctionMetric(Metric):
         samples = num_samples(targets)
         if values.dim() == 0:
             return torch.stack([values * samples, values.new_full((), samples)])
+        if values.shape[0] != samples and values.numel() != (targets.numel() if isinstance(targets, Tensor) else 0):
+            self._doubt(tuple(values.shape), samples)
         return torch.stack([values.sum(), values.new_full((), values.numel())])
+
+    def _doubt(self, shape: tuple[int, ...], samples: int) -> None:
+        """Warn once if all batches have the same number of values: these are no samples that are selected."""
+        if len(self._odd) < _DOUBTS:
+            self._odd.append(shape[0])
+            if self._odd == [shape[0] or -1] * _DOUBTS:
+                logger.warning(
+                    "the metric %s returns a tensor %s for %d samples; return one value per sample, or a single one, "
+                    "the mean of the batch, else the average is not that of the samples",
+                    self.name,
+                    shape,
+                    samples,
+                )
 
     def value(self, sums: list[float]) -> float:
         """Return the mean."""

@@ -192,13 +192,7 @@ class Kept(Measure):
     def gather(self, world: World, device: torch.device) -> None:  # noqa: ARG002 - ranks exchange bytes on the host
         """Keep the rows of all ranks."""
         if world.size > 1:
-            rows = self.all_rows()
-            own = [0, 0] if rows is None else [rows.shape[1], int(rows.dtype is torch.float64)]
-            columns, is_double = world.host_max(own)
-            dtype = torch.float64 if is_double else torch.float32
-            flat = torch.empty(0, dtype=dtype) if rows is None else rows.to(dtype).flatten()
-            found = world.gather_bytes(flat.view(torch.uint8))
-            self._rows = [one.clone().view(dtype).view(-1, columns) for one in found if one.numel()]
+            self._rows = gathered_rows(world, self.all_rows())
 
     def merge(self, other: Self) -> None:
         """Keep the rows of another metric too."""
@@ -220,23 +214,13 @@ class Kept(Measure):
         self._rows = list(state["rows"])
 
 
-class Averaged(Measure):
-    """A metric of every class or label: their average, or with `none` each of them."""
-
-    average: str
-    class_names: list[str] | None
-
-    def choose(self, average: str | None, known: Sequence[str], class_names: list[str] | None) -> None:
-        """Set how classes are averaged, which is part of the name; raise ConfigError for an unknown way."""
-        self.average, self.class_names = average or "none", class_names
-        if self.average not in known:
-            raise ConfigError(f"{type(self).__name__}: average is '{average}'; it must be one of {', '.join(known)}")
-        self.name = type(self).name + PER_CLASS * (self.average == "none")
-
-    def results(self) -> dict[str, float]:
-        """Return the average, or one value per class."""
-        value = self.compute()
-        return named_scores(self.name, value, self.class_names) if isinstance(value, list) else {self.name: value}
+def gathered_rows(world: World, rows: Tensor | None) -> list[Tensor]:
+    """Return the rows of every rank, on the host; None if this rank has none."""
+    columns, is_double = world.host_max([0, 0] if rows is None else [rows.shape[1], int(rows.dtype is torch.float64)])
+    dtype = torch.float64 if is_double else torch.float32
+    own = torch.empty(0, dtype=dtype) if rows is None else rows.to(dtype).flatten()
+    found = world.gather_bytes(own.view(torch.uint8))
+    return [one.clone().view(dtype).view(-1, columns) for one in found if one.numel()]
 
 
 def named_scores(name: str, scores: Sequence[float], class_names: Sequence[str] | None) -> dict[str, float]:

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
-from etude.metrics.base import Averaged, named_scores
+from etude.metrics.base import PER_CLASS, named_scores
 from etude.metrics.counts import ClassCounts, NumClasses, NumLabels, Threshold
 from etude.metrics.picture import matrix_files
 
 Average = Literal["macro", "micro", "weighted", "none"]
 
 
-class ClassScore(Averaged, ClassCounts):
+class ClassScore(ClassCounts):
     """Ratio of correct positives to others per class or label, averaged to one number.
 
     - macro: the mean over classes; classes that neither occurred nor were predicted do not count, nor do labels
@@ -49,7 +49,13 @@ class ClassScore(Averaged, ClassCounts):
         class_names: list[str] | None = None,
     ) -> None:
         super().__init__(num_classes, num_labels, threshold, ignore_index, class_dim, class_names)
-        self.choose(average, get_args(Average), class_names)
+        average = "none" if average is None else average
+        if average not in get_args(Average):
+            raise ConfigError(
+                f"{type(self).__name__}: average is '{average}'; it must be one of {', '.join(get_args(Average))}"
+            )
+        self.average = average
+        self.name = type(self).name + PER_CLASS * (average == "none")
 
     @abstractmethod
     def ratio(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
@@ -68,6 +74,11 @@ class ClassScore(Averaged, ClassCounts):
         scores = [self._score(*row) for row in rows]
         weights = [1 if self.average == "macro" else int(true) for _, _, true in rows]
         return sum(score * n for score, n in zip(scores, weights, strict=True)) / (sum(weights) or 1)
+
+    def results(self) -> dict[str, float]:
+        """Return the average, or one value per class."""
+        value = self.compute()
+        return named_scores(self.name, value, self.class_names) if isinstance(value, list) else {self.name: value}
 
     def _score(self, right: Any, predicted: Any, true: Any) -> float:
         numerator, denominator = self.ratio(right, predicted, true)

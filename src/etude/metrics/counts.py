@@ -224,6 +224,14 @@ class ClassCounts(Metric):
             right, predicted, true = np.asarray(sums, dtype=np.int64).reshape(3, self.size)
         return right, predicted, true, predicted + true
 
+    def accuracy(self) -> float:
+        """Return the share of correct elements, of classes or of binary labels. Synchronises."""
+        sums = self.state().tolist()
+        cells = self.matrix(sums) if self.num_classes is None else None
+        right, _, true, _ = self.columns(sums)
+        correct, count = (right, true) if cells is None else (cells[:, (0, 1), (0, 1)], cells)
+        return int(correct.sum()) / total if (total := int(count.sum())) else math.nan
+
     # --- ranks and checkpoints
 
     def gather(self, world: World, device: torch.device) -> None:

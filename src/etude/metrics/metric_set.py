@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from etude.config import build_component
 from etude.core.errors import ConfigError
 from etude.core.spelling import suggest
 from etude.core.task import Measures
 from etude.distributed import World
+from etude.metrics.accuracy import Accuracy
 from etude.metrics.adapters import FunctionMetric, TorchMetric, snake_case
 from etude.metrics.base import Measure
 from etude.metrics.counts import ClassCounts
@@ -86,13 +87,26 @@ class Together:
         self.metrics = dict(metrics)
         self.counting: list[Measure] = []
         """The metrics that are updated; the others read the counts of one of these."""
+        self._reading: list[Accuracy] = []
+        """Those that read the counts of other metrics."""
+        self._may_read = False
+        """Whether there are such after a reset, on every rank."""
         self._last = _LastFiles({})
         self.reset()
 
     def update(self, predictions: Any, labels: Any) -> None:
         """Add one batch. Does not synchronise."""
+        if self._reading and isinstance(predictions, Tensor) and not predictions.is_floating_point():
+            # Class ids, which other metrics take for binary labels unless they know the classes.
+            self._count_apart()
         for metric in self.counting:
             metric.update(predictions, labels)
+
+    def _count_apart(self) -> None:
+        """Let accuracies count by themselves until the next reset."""
+        for accuracy in self._reading:
+            accuracy.source = None
+        self.counting, self._reading = [*self.counting, *self._reading], []
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -103,18 +117,26 @@ class Together:
     def _share(self) -> None:
         """Let the first metric of every kind of counts count for all of them."""
         leaders: dict[Any, ClassCounts] = {}
-        self.counting = []
         for metric in self.metrics.values():
             if isinstance(metric, ClassCounts):
                 leader = leaders.setdefault(metric.same_counts(), metric)
                 leader.needs_matrix = leader.needs_matrix or metric.needs_matrix
                 metric.source = None if leader is metric else leader
-            if not isinstance(metric, ClassCounts) or metric.source is None:
-                self.counting.append(metric)
+            elif isinstance(metric, Accuracy):
+                metric.source = None
+        for metric in self.metrics.values():
+            if isinstance(metric, Accuracy):
+                metric.source = next((one for one in leaders.values() if metric.can_read(one)), None)
+        self._reading = [one for one in self.metrics.values() if isinstance(one, Accuracy) and one.source is not None]
+        self._may_read = bool(self._reading)
+        shared = (Accuracy, ClassCounts)
+        self.counting = [one for one in self.metrics.values() if not isinstance(one, shared) or one.source is None]
 
     def results(self, world: World, device: torch.device, *, keep: bool) -> dict[str, float]:
         """Return all values over all ranks; with `keep` every rank keeps its own state. Synchronises."""
         own = self.state_dict() if keep and world.size > 1 else None
+        if self._may_read and world.size > 1 and world.host_max([int(not self._reading)])[0]:
+            self._count_apart()  # a rank without samples has seen no class ids, and must gather the same metrics
         world.attempt(self._check_labels)
         for metric in self.counting:
             metric.gather(world, device)
@@ -146,6 +168,8 @@ class Together:
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Restore the state of the metrics that have one, and reset the others; several states are combined."""
+        if any(accuracy.name in one for accuracy in self._reading for one in states):
+            self._count_apart()
         for metric in self.counting:
             first, *others = [one[metric.name] for one in states if metric.name in one] or [None]
             metric.reset()
