@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
+from etude.cli.find_lr import find_lr
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
 from etude.cli.runs import report, runs_app
 from etude.lazy import import_room
@@ -225,6 +226,7 @@ def eject(
     print(f"made {' and '.join(map(str, files))}; train it with: python {out}")
 
 
+app.command("find-lr")(find_lr)
 app.command()(report)
 app.command()(tokenize)
 app.command()(dashboard)

@@ -60,6 +60,7 @@ class Capture:
         self.refused: str | None = None
         """Why steps run eagerly from now on."""
         self._watched = Watched(step.model, step.updater)
+        step.splitter.listeners.append(self._graphs_of_other_sizes)
         self._recoveries = CudaRecorder.recoveries
         self._others: list[Tensor] = []
         """Other tensors of model and task that a step changes in place."""
@@ -120,6 +121,7 @@ class Capture:
             step.metrics,
             step.updater.constants(),
             self._watched.modes(),
+            step.splitter.size,
         )
         try:
             hash(key)
@@ -143,6 +145,11 @@ class Capture:
         self._watched.look()
         self._recoveries = CudaRecorder.recoveries
 
+    def _graphs_of_other_sizes(self) -> None:
+        """Drop all graphs, and their memory: steps are divided into other micro-batches from now on."""
+        self._graphs.clear()
+        self._seen.clear()
+
     def _tensors_of_run(self) -> Iterator[Tensor]:
         """Yield everything a step changes in place: parameters, buffers, optimizer state, loss scale and so on."""
         yield from self._watched.tensors()
@@ -163,7 +170,7 @@ class Capture:
         is_due = self._seen[key] >= WARM_UP_STEPS and self.step.updater.has_stepped
         if not is_due and len(self._seen) != FEW_FORMS:
             return self.step.run(micro_batches)
-        drawn, (before, tensors) = host_draws(), self._host_state()
+        drawn, (before, tensors), size = host_draws(), self._host_state(), self.step.splitter.size
         versions = [version_of(tensor) for tensor in tensors]
         report, share = self.recorder.timed(lambda: self.step.run(micro_batches))
         after, found = self._host_state()
@@ -171,7 +178,7 @@ class Capture:
             self._give_up("the model draws random numbers on the host, which a graph would repeat in every step")
         elif place := next((place for place, one in after.items() if before.get(place, self) != one), ""):
             self._give_up(f"a step changes {place} on the host, which a graph cannot do")
-        elif not is_due:
+        elif not is_due or self.step.splitter.size != size:  # if memory ran out, the next steps are divided
             return report
         elif share < GPU_BOUND and not self.needed and not self.recorder.has_room():
             self.refused = "the device is already fully used without it, and its memory is short"

@@ -19,6 +19,7 @@ from etude.engine.callback import Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import MixedPrecision
+from etude.engine.splitter import MicroBatchSplitter
 from etude.engine.update import Updater
 
 logger = logging.getLogger("etude")
@@ -36,10 +37,12 @@ class Step:
         *,
         world: World | None = None,
         metrics: bool | None = False,
+        splitter: MicroBatchSplitter | None = None,
     ) -> None:
         """Connect the components; `task` is a `Task` or a function with its signature.
 
         With `metrics`, terms of weight 0 (accuracy …) are computed in training too; None: those that cost little.
+        `splitter` divides batches that are too large for the device.
         """
         self.model = model
         self.task = as_task(task)
@@ -62,6 +65,9 @@ class Step:
         """Functions that are called with the gradients of every N-th step before they are applied, each with its N."""
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
         """Called with `skipped` at the end of every step, on the device."""
+        self.splitter = splitter if splitter is not None else MicroBatchSplitter(world=self.world)
+        self.splitter.warn = lambda words: self.warn(words)
+        self.objective.defers = self.splitter.recovers and self.world.size > 1
         self._buffers = BufferGuard(model)
         self._is_announced = False
 
@@ -89,15 +95,8 @@ class Step:
     def run(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         objective, updater = self.objective, self.updater
-        updater.zero_grad()
         self._buffers.remember()
-        objective.begin(micro_batches, self.clock.step)
-        for place, batch in enumerate(micro_batches):
-            with objective.micro_batch(place):
-                with self.precision.autocast():
-                    terms = self.forward(self.model, batch, metrics=self.metrics)
-                self.task.observe(batch)
-                objective.backward(terms)
+        self.splitter.run(micro_batches, self._backward, self.model, self._buffers.restore)
         count = objective.finish()
         for every, watch in self.watchers:
             if self.clock.step % every == 0:
@@ -109,6 +108,18 @@ class Step:
         for follow in self.after_update:
             follow(skipped)
         return StepReport(objective.sums, objective.counts, norm, divisor, skipped, updater.lr, objective.optional)
+
+    def _backward(self, micro_batches: Sequence[Batch]) -> None:
+        """Add up the gradients of all micro-batches."""
+        objective = self.objective
+        self.updater.zero_grad()
+        objective.begin(micro_batches, self.clock.step)
+        for place, batch in enumerate(micro_batches):
+            with objective.micro_batch(place):
+                with self.precision.autocast():
+                    terms = self.forward(self.model, batch, metrics=self.metrics)
+                self.splitter.observe(self.task, batch)
+                objective.backward(terms)
 
 
 class GradientAccumulator:

@@ -1,6 +1,7 @@
 """Curves as a picture in a file, drawn by matplotlib (extra `plot`)."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from etude.core.errors import ConfigError
@@ -11,6 +12,14 @@ FEW = 50
 """Points up to which they are marked, so that one between gaps is seen."""
 
 
+def check_figure(out: Path) -> None:
+    """Raise ConfigError if a figure cannot have this name, or without matplotlib."""
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out {out}: the name must end in {', '.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--out needs matplotlib: pip install 'etude[plot]'")
+
+
 def save_figure(
     curves: Sequence[Series],
     names: Sequence[str],
@@ -19,14 +28,12 @@ def save_figure(
     x_label: str,
     log: bool = False,
     smooth: float = 0.0,
+    log_x: bool = False,
 ) -> None:
     """Write curves of one metric to a file; raise ConfigError without matplotlib, or if it cannot be written."""
-    if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--out {out}: the name must end in {', '.join(FORMATS)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--out needs matplotlib: pip install 'etude[plot]'") from error
+    check_figure(out)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for place, (curve, name) in enumerate(zip(curves, names, strict=True)):
@@ -40,6 +47,8 @@ def save_figure(
     axes.grid(alpha=0.3)
     if log:
         axes.set_yscale("log")
+    if log_x:
+        axes.set_xscale("log")
     if len(curves) > 1:
         axes.legend()
     try:

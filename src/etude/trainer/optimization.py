@@ -20,6 +20,7 @@ from etude.engine.callback import Callback
 from etude.engine.capture import Capture
 from etude.engine.captured_evaluation import CapturedEvaluation
 from etude.engine.compiled import CompiledTask
+from etude.engine.splitter import MicroBatchSplitter
 from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
@@ -81,7 +82,14 @@ def make_step(
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     updater = Updater(made, **clip, precision=machine.precision)
     metrics = None if isinstance(config.train_metrics, list) else config.train_metrics
-    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=metrics)
+    recovers = config.on_out_of_memory == "split"
+    splitter = MicroBatchSplitter(config.micro_batch_size, recovers=recovers, world=machine.world)
+    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=metrics, splitter=splitter)
+    if step.objective.defers and not step.objective.can_defer:
+        raise ConfigError(
+            f"training.on_out_of_memory is split, which {machine.world.size} processes cannot do with "
+            f"{type(task).__name__}: they exchange counts during a step; set it to error"
+        )
     if machine.captures(config.capture):
         step.capture = Capture(step, needed=config.capture == "on")
         machine.evaluation = CapturedEvaluation(step.capture.recorder, needed=step.capture.needed)
@@ -95,10 +103,11 @@ def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: L
         step.objective.task,
         mode=config.compile,
         way=way,
-        batch_size=loaders.batch_size,
+        batch_size=loaders.batch_size if config.micro_batch_size is None else None,
         notice=lambda words: step.notice(words),
         warn=lambda words: step.warn(words),
     )
+    step.splitter.listeners.append(compiled.resize)
     if way is None:
         step.forward = compiled
     return compiled

@@ -1,7 +1,7 @@
 """`Trainer`: the main class for Python users. It assembles a run and runs the loop."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
 from etude.core.model_record import model_record
 from etude.core.monitor import odd_mode
+from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
@@ -38,6 +39,7 @@ from etude.trainer.arguments import (
     plain_task,
 )
 from etude.trainer.example import keeping_example
+from etude.trainer.find_lr import RateSearch, range_test
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
@@ -232,6 +234,25 @@ class Trainer:
         """
         return self.machine.predict(self.model, self.task, self.loaders.in_order(data))
 
+    def find_lr(self, min_lr: float = 1e-7, max_lr: float = 10.0, steps: int = 100) -> RateSearch:
+        """Test learning rates: train `steps` steps with a rate that rises exponentially, and undo them.
+
+        The run is as before afterwards, bit for bit. The result has the curve and `suggestion`, the rate to train with.
+        Callbacks are not called. Raises ConfigError without training data, or if it can be read only once.
+        """
+        if self._is_training:
+            raise TrainingError("find_lr() was called inside train(), by a callback; call it before")
+        if self.loaders.train is None:
+            raise ConfigError("there is no training data; pass the Trainer a train_loader")
+        if isinstance(source := self.loaders.sources[0], ForeignLoader) and isinstance(source.source, Iterator):
+            raise ConfigError(
+                "the training data is an iterator, which can be read only once; pass a list, a DataLoader or a "
+                "function that returns a new iterator"
+            )
+        limits = {"min_lr": min_lr, "max_lr": max_lr, "steps": steps}
+        with self.machine.training():
+            return range_test(self.state, self.step, self.loaders.train, self.loaders.accumulator, **limits)
+
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` continues from it.
 
@@ -284,6 +305,7 @@ class Trainer:
             task=self.task,
             compiled=self.compiled,
             loader=train if isinstance(train, StatefulLoader) else None,
+            splitter=self.step.splitter,
         )
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
