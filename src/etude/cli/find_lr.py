@@ -17,12 +17,15 @@ def find_lr(
         str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides, such as training.batch_size=32.")
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides, such as training.batch_size=32."),
     ] = None,
     min_lr: Annotated[float, typer.Option("--min", help="The first learning rate.")] = 1e-7,
     max_lr: Annotated[float, typer.Option("--max", help="The last learning rate.")] = 10.0,
     steps: Annotated[int, typer.Option(help="Steps of the test; it ends early if the loss diverges.")] = 100,
-    out: Annotated[Path | None, typer.Option(help="Also write a .png, .svg or .pdf (extra plot: matplotlib).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write a .png, .svg or .pdf (extra plot: matplotlib).")
+    ] = None,
 ) -> None:
     """Find a learning rate: train a few steps with a rising rate. Nothing is written or kept."""
     if out is not None:

@@ -1,5 +1,6 @@
 """Dividing a batch into smaller ones of consecutive samples."""
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ def divide(batch: Batch, count: int) -> list[Batch]:
         return [batch]
     small, larger = divmod(samples, count)
     ends = [place * small + min(place, larger) for place in range(count + 1)]
-    return [_cut(batch, samples, slice(*span)) for span in zip(ends, ends[1:], strict=False)]
+    return [_cut(batch, samples, slice(*span)) for span in pairwise(ends)]
 
 
 def _cut(value: Any, samples: int, span: slice) -> Any:

@@ -146,8 +146,9 @@ class Objective:
         """From now on divide every term before its backward pass; divide the gradients so far by the same total."""
         if self.defers:
             raise TrainingError(
-                f"the loss has several terms ({', '.join(weighted)}), whose counts the processes exchange during a step: "
-                "it cannot be done again if one of them runs out of memory; set training.on_out_of_memory to error"
+                f"the loss has several terms ({', '.join(weighted)}), whose counts the processes exchange during "
+                "a step: it cannot be done again if one of them runs out of memory; set training.on_out_of_memory to "
+                "error"
             )
         self.totals = self.totals_of(weighted)
         if self._single is not None:

@@ -46,6 +46,10 @@ class MicroBatchSplitter:
         self._reached = 0
         self._is_checked = False
 
+    def set(self, size: Any) -> None:
+        """Set the size; None leaves batches whole."""
+        self.given = self.size = None if size is None else int(size)
+
     def divided(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the micro-batches of some batches; raise DataError if a batch cannot be divided."""
         if self.size is None:

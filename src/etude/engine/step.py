@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from etude.core import Batch, Clock, ConfigError, StepReport, Task, Terms
-from etude.core.arguments import as_whole
+from etude.core import Batch, Clock, StepReport, Task, Terms
 from etude.core.buffers import BufferGuard
+from etude.core.by_epoch import ByEpoch
 from etude.core.task import as_task
 from etude.distributed import World
 from etude.engine.callback import Gradients
@@ -67,7 +67,6 @@ class Step:
         """Called with `skipped` at the end of every step, on the device."""
         self.splitter = splitter if splitter is not None else MicroBatchSplitter(world=self.world)
         self.splitter.warn = lambda words: self.warn(words)
-        self.objective.defers = self.splitter.recovers and self.world.size > 1
         self._buffers = BufferGuard(model)
         self._is_announced = False
 
@@ -136,20 +135,14 @@ class GradientAccumulator:
 
     def __init__(self, optimizer: Any = None, accumulation_steps: int | Mapping[int, int] = 1) -> None:
         """Set the number of micro-batches. `optimizer` is accepted only for readability at the call site."""
-        schedule = dict(accumulation_steps) if isinstance(accumulation_steps, Mapping) else {0: accumulation_steps}
-        if 0 not in schedule or any(epoch < 0 for epoch in schedule):
-            raise ConfigError(
-                f"an accumulation schedule must start at epoch 0, got epochs {sorted(schedule)}; write {{0: 1, 5: 4}}"
-            )
-        schedule = {epoch: as_whole("accumulation_steps", steps, least=1) for epoch, steps in schedule.items()}
         self.optimizer = optimizer
-        self.most = max(schedule.values())
+        self.schedule = ByEpoch("accumulation_steps", accumulation_steps)
+        self.most = max(self.schedule.values)
         """The largest number of micro-batches per step."""
-        self._schedule = sorted(schedule.items())
 
     def steps_at(self, epoch: int) -> int:
         """Return the number of micro-batches per step in `epoch`."""
-        return next(steps for first, steps in reversed(self._schedule) if first <= epoch)
+        return self.schedule.at(epoch)
 
     def num_steps(self, num_batches: int, epochs: range) -> int:
         """Return the optimizer steps in `epochs`, with `num_batches` batches in each, in constant time.
@@ -157,13 +150,7 @@ class GradientAccumulator:
         >>> GradientAccumulator(accumulation_steps={0: 1, 5: 4}).num_steps(8, range(10**9))
         2000000030
         """
-        assert epochs.step == 1
-        total = 0
-        ends = [first for first, _ in self._schedule[1:]] + [epochs.stop]
-        for (first, steps), end in zip(self._schedule, ends, strict=True):
-            num_epochs = max(0, min(end, epochs.stop) - max(first, epochs.start))
-            total += num_epochs * -(-num_batches // steps)
-        return total
+        return sum((span.stop - span.start) * -(-num_batches // steps) for span, steps in self.schedule.spans(epochs))
 
     def group(self, batches: Iterable[Batch], epoch: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step; the last step of an epoch may have fewer."""

@@ -26,13 +26,21 @@ def trial(state: TrainState, step: Step) -> Iterator[TrialStep]:
     scale, random numbers, metrics and decisions of the loss. Callbacks are not called.
     """
     model_state, rest = state.capture()
-    saved = Checkpoint(Path("the state before the trial"), _copied(model_state), _copied({**rest, "callbacks": {}}), {})
+    saved = Checkpoint(
+        Path("the state before the trial"), _copied(model_state), _copied({**rest, "callbacks": {}}), {}
+    )
     caches = BufferGuard(state.model, caches=True)
     caches.remember()
     modes = [(module, module.training) for module in state.model.modules()]
     gradients = [(param, param.grad) for param in step.updater.params]
     before = step.capture, step.forward, step.clock, step.watchers, step.after_update
-    step.capture, step.forward, step.clock, step.watchers, step.after_update = None, step.objective.task, Clock(), (), ()
+    step.capture, step.forward, step.clock, step.watchers, step.after_update = (
+        None,
+        step.objective.task,
+        Clock(),
+        (),
+        (),
+    )
 
     @explained
     def run(batches: Sequence[Batch]) -> StepReport:

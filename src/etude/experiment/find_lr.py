@@ -34,8 +34,11 @@ def find_lr(
 ) -> FoundRate:
     """Test learning rates on the data of an experiment; nothing is written. See `Trainer.find_lr`."""
     with before_joining():
-        is_made = isinstance(experiment, ExperimentConfig)
-        config = experiment if is_made else load_experiment_config(experiment, overrides=overrides)
+        config = (
+            experiment
+            if isinstance(experiment, ExperimentConfig)
+            else load_experiment_config(experiment, overrides=overrides)
+        )
     with joined_world(config.training.device) as world:
         data = build_data(config, world)
         if data.splits.train is None:
@@ -51,7 +54,9 @@ def find_lr(
 
 def _rates(section: Any, path: str) -> Iterator[tuple[str, float]]:
     """Yield every learning rate of a section: that of all parameters, those of groups or of several optimizers."""
-    items = section.items() if isinstance(section, Mapping) else enumerate(section) if isinstance(section, list) else ()
+    items = (
+        section.items() if isinstance(section, Mapping) else enumerate(section) if isinstance(section, list) else ()
+    )
     for key, value in items:
         if key == "lr" and isinstance(value, int | float):
             yield f"{path}.{key}", float(value)

@@ -7,6 +7,7 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, field_val
 
 from etude.config import SectionModel
 from etude.config.registry import Section
+from etude.core.by_epoch import ByEpoch
 from etude.core.errors import ConfigError
 from etude.core.monitor import DEFAULT_MONITOR, Best, Mode, mode_of
 from etude.engine.capture import CaptureMode
@@ -193,6 +194,23 @@ class TrainerConfig(SectionModel):
         if not self.frozen_eval and not self.freeze:
             raise ValueError("frozen_eval is false, but nothing is frozen; list patterns of parameters under freeze")
         return self
+
+    @field_validator("batch_size")
+    @classmethod
+    def _size_of_the_first_epoch(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            ByEpoch("batch_size", value)
+        return value
+
+    @property
+    def first_batch_size(self) -> int | None:
+        """`batch_size` of the first epoch; None if it is auto."""
+        return None if self.batch_size == "auto" else ByEpoch("batch_size", self.batch_size).at(0)
+
+    @property
+    def implies_splitting(self) -> bool:
+        """Whether a step that runs out of memory is split because a size is auto and nothing else is said."""
+        return self.on_out_of_memory is None and "auto" in (self.batch_size, self.micro_batch_size)
 
     @field_validator("grad_accum_steps")
     @classmethod

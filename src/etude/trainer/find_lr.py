@@ -1,4 +1,4 @@
-"""The learning-rate range test (Smith 2017): the loss while the rate rises from tiny to huge, and what follows from it."""
+"""The learning-rate range test (Smith 2017): the loss while the rate rises from tiny to huge, and a suggestion."""
 
 import math
 from collections.abc import Iterator

@@ -82,18 +82,26 @@ def make_step(
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     updater = Updater(made, **clip, precision=machine.precision)
     metrics = None if isinstance(config.train_metrics, list) else config.train_metrics
-    recovers = config.on_out_of_memory == "split"
-    splitter = MicroBatchSplitter(config.micro_batch_size, recovers=recovers, world=machine.world)
+    size = None if config.micro_batch_size == "auto" else config.micro_batch_size
+    splitter = MicroBatchSplitter(size, world=machine.world)
     step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=metrics, splitter=splitter)
-    if step.objective.defers and not step.objective.can_defer:
-        raise ConfigError(
-            f"training.on_out_of_memory is split, which {machine.world.size} processes cannot do with "
-            f"{type(task).__name__}: they exchange counts during a step; set it to error"
-        )
+    _recover(step, config)
     if machine.captures(config.capture):
         step.capture = Capture(step, needed=config.capture == "on")
         machine.evaluation = CapturedEvaluation(step.capture.recorder, needed=step.capture.needed)
     return step
+
+
+def _recover(step: Step, config: TrainerConfig) -> None:
+    """Let a step that runs out of memory be done again, if the config says so or leaves a size open."""
+    can = step.world.size == 1 or step.objective.can_defer
+    if config.on_out_of_memory == "split" and not can:
+        raise ConfigError(
+            f"training.on_out_of_memory is split, which {step.world.size} processes cannot do with "
+            f"{type(step.task).__name__}: they exchange counts during a step; set it to error"
+        )
+    step.splitter.recovers = can and (config.on_out_of_memory == "split" or config.implies_splitting)
+    step.objective.defers = step.splitter.recovers and step.world.size > 1
 
 
 def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: Loaders) -> CompiledTask:
@@ -288,7 +296,7 @@ class RunRate(LearningRate):
         """Set the length of a schedule that is as long as the run."""
         if self._planned is not None:
             loaders = self._loaders
-            self.schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_epoch)
+            self.schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_any_epoch)
 
 
 def _planned(scheduler: SchedulerLike, config: TrainerConfig) -> PlannedSchedule | None:

@@ -40,6 +40,7 @@ from etude.trainer.arguments import (
 )
 from etude.trainer.example import keeping_example
 from etude.trainer.find_lr import RateSearch, range_test
+from etude.trainer.fit import fit_to_memory, recorded_sizes, with_sizes
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
@@ -140,6 +141,7 @@ class Trainer:
         for argument, value in (("meta", meta), ("whole_config", whole_config)):
             expect(argument, value, isinstance(value, Mapping | None), "a mapping")
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
+        self.config = recorded_sizes(self.config, output_dir, resume=resume)
         self.machine = Machine.from_config(self.config, world)
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
@@ -153,6 +155,11 @@ class Trainer:
         uses_all = self.task.uses_all_parameters and all(one.uses_all_parameters for one in own)
         self.step = make_step(model, self.task, optimizer, self.config, self.machine, uses_all_parameters=uses_all)
         self.optimizer = self.step.updater.optimizer
+        self.config, self._fitted = fit_to_memory(self.config, self.step, train_loader, self.machine, model)
+        if self._fitted:
+            self.machine.resize(self.config.first_batch_size)
+            self.step.splitter.set(self.config.micro_batch_size)
+            whole_config = with_sizes(whole_config, self.config)
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
@@ -249,9 +256,9 @@ class Trainer:
                 "the training data is an iterator, which can be read only once; pass a list, a DataLoader or a "
                 "function that returns a new iterator"
             )
-        limits = {"min_lr": min_lr, "max_lr": max_lr, "steps": steps}
+        parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
         with self.machine.training():
-            return range_test(self.state, self.step, self.loaders.train, self.loaders.accumulator, **limits)
+            return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` continues from it.
@@ -333,6 +340,8 @@ class Trainer:
         self._is_training = True
         try:
             self.callbacks.on_train_begin(self._info())
+            if self._fitted and self.machine.world.is_main:
+                self.callbacks.on_notice(self._fitted, {"step": self.state.clock.step, "event": "execution"})
             for warning in self._warnings():
                 self.callbacks.on_notice(warning, {"step": self.state.clock.step})
             if validation is not None and trials:
