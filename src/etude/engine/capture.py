@@ -173,12 +173,14 @@ class Capture:
         drawn, (before, tensors), size = host_draws(), self._host_state(), self.step.splitter.size
         versions = [version_of(tensor) for tensor in tensors]
         report, share = self.recorder.timed(lambda: self.step.run(micro_batches))
+        if self.step.splitter.size != size:  # memory ran out: the next steps are divided
+            return report
         after, found = self._host_state()
         if host_draws() != drawn:
             self._give_up("the model draws random numbers on the host, which a graph would repeat in every step")
         elif place := next((place for place, one in after.items() if before.get(place, self) != one), ""):
             self._give_up(f"a step changes {place} on the host, which a graph cannot do")
-        elif not is_due or self.step.splitter.size != size:  # if memory ran out, the next steps are divided
+        elif not is_due:
             return report
         elif share < GPU_BOUND and not self.needed and not self.recorder.has_room():
             self.refused = "the device is already fully used without it, and its memory is short"
