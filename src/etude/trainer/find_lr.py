@@ -20,6 +20,8 @@ FEWEST = 20
 """Steps below which a curve says nothing."""
 _MEMORY = 0.9
 """Weight of earlier losses in the smoothed loss."""
+_CLEARLY = 3.0
+"""Standard deviations by which the smoothed loss must fall."""
 _WINDOW = 0.1
 """Part of the steps over which the slope is measured."""
 
@@ -175,8 +177,10 @@ def _steepest(rates: list[float], losses: list[float], smooth: list[float]) -> t
     """
     lowest, width = int(np.argmin(smooth)), max(3, int(_WINDOW * len(rates)))
     early = np.array(losses[: max(3, len(losses) // 5)])
-    noise = float(np.abs(np.diff(early)).mean()) if len(early) > 1 else 0.0
-    if lowest < width or smooth[0] - smooth[lowest] <= noise:
+    varies = (np.array(losses) - np.array(smooth))[: lowest + 1].std()
+    # of the difference between the mean of the early losses and a smoothed loss
+    noise = varies * math.sqrt(1 / len(early) + (1 - _MEMORY) / (1 + _MEMORY))
+    if lowest < width or early.mean() - smooth[lowest] <= _CLEARLY * noise:
         return None, None
     x, y = np.log(rates[: lowest + 1]), np.array(smooth[: lowest + 1])
     slopes = [np.polyfit(x[i : i + width], y[i : i + width], 1)[0] for i in range(len(x) - width + 1)]
