@@ -500,3 +500,7 @@ def automatic_size_of_two_ranks() -> None:
         made = Trainer(Limited(3 if w.rank else 40), data(30), config=config, progress=False, world=w)
         assert made.config.batch_size == 4, made.config.batch_size  # 2 samples on each
         made.train()
+        config = {"epochs": 1, "micro_batch_size": "auto", "batch_size": 17, "device": "cpu"}
+        made = Trainer(Limited(3 if w.rank else 40), data(30), config=config, progress=False, world=w)
+        assert made.config.micro_batch_size == 6, made.config.micro_batch_size
+        made.train()

@@ -101,6 +101,39 @@ def test_a_resume_after_a_split_is_exact(tmp_path, stop):
     assert found == expected
 
 
+def test_a_crash_after_a_split_is_resumed_exactly(tmp_path):
+    """From the checkpoint before the split, memory runs out again in the same step."""
+
+    class Crash(Callback):
+        def on_step_end(self, report):
+            if self.clock.step == 6:
+                raise RuntimeError("killed")
+
+        def on_train_begin(self, run):
+            self.clock = run.clock
+
+    class Later(Callback):
+        """Less memory from step 4 on."""
+
+        def on_step_begin(self, step):
+            self.model.most = 99 if step < 4 else LIMIT
+
+        def on_train_begin(self, run):
+            self.model = run.model
+
+    def run(folder, *callbacks, resume=False):
+        options = {"on_out_of_memory": "split", "save_every_steps": 4, "checkpoint_interval": 0}
+        make(
+            Limited(dropout=0.3), callbacks=[Later(), *callbacks], output_dir=folder, resume=resume, **options
+        ).train()
+        return (folder / "checkpoints/last/model.safetensors").read_bytes()
+
+    expected = run(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path / "cut", Crash())
+    assert run(tmp_path / "cut", resume=True) == expected
+
+
 def test_another_setting_replaces_the_size_of_the_checkpoint(tmp_path):
     first = make(Limited(LIMIT), on_out_of_memory="split", output_dir=tmp_path / "run", epochs=1)
     first.train()
@@ -173,6 +206,19 @@ def test_sizes_that_were_found_are_kept(tmp_path):
     assert (training["batch_size"], training["on_out_of_memory"]) == (16, "split")
     again = make(Limited(99), batch_size="auto", output_dir=folder, resume=True)
     assert (again.config.batch_size, again.state.clock.step) == (16, 3)
+
+
+def test_automatic_parts_of_any_loader():
+    """Batches that a loader makes itself are divided too."""
+    x, y = data(32)
+    torch_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+    for source in (DataLoader(x, y, batch_size=16), torch_loader, [(x[:16], y[:16]), (x[16:], y[16:])]):
+        auto = make(Limited(6), source, micro_batch_size="auto", epochs=1)
+        assert auto.config.micro_batch_size == 6
+        auto.train()
+        assert auto.model.largest == 6
+    with pytest.raises(ConfigError, match="only once"):
+        make(Limited(6), iter([(x, y)]), micro_batch_size="auto")
 
 
 def test_loaders_have_their_own_size():

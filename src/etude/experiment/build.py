@@ -162,7 +162,7 @@ def build_trainer(
     with making_model(torch.device("cpu")):
         draft.model = _build(config, "model", selection, **sizes)
     # the trainer makes the loaders itself if it must find the size of batches
-    loader = (lambda name: getattr(data.splits, name)) if training.batch_size == "auto" else data.loader
+    loader: Any = (lambda name: getattr(data.splits, name)) if training.batch_size == "auto" else data.loader
     train_loader = loader("train")
     if train_loader is None and folder is not None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")

@@ -1,6 +1,6 @@
 """Finding the sizes of batches that fit into the device's memory, by steps that are undone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import nn
 
 from etude.config.read import read_config
 from etude.core import Clock, ConfigError, Loader, TrainingError
-from etude.core.loader import BatchIterator
+from etude.core.batch import num_samples
+from etude.core.division import divide
 from etude.data import DataLoader
 from etude.engine.callback_list import CallbackList
 from etude.engine.explain import is_out_of_memory
@@ -43,23 +44,18 @@ def fit_to_memory(
         return config, ""
     if train is None:  # only for evaluation
         return config.model_copy(update=_numbers(config, config.first_batch_size or 64, None)), ""
-    if isinstance(train, Loader) or not isinstance(_loader(config, machine, model, train, 1), DataLoader):
-        raise ConfigError(
-            "a size of batches is auto, but the given loader makes its own batches; pass the data itself, or set "
-            "training.batch_size and training.micro_batch_size to numbers"
-        )
-    fits = _trials(config, step, train, machine, model)
-    if config.batch_size == "auto":
-        samples = _loader(config, machine, model, train, 1).epoch_samples
-        most = samples if machine.device.type == "cuda" else min(samples, MOST_ON_CPU)
-        size = largest_power(fits, most, machine.world.size)
-        words = f"batch_size is {size}, the largest power of two that fits"
-        words += "" if machine.device.type == "cuda" else f" (at most {MOST_ON_CPU} on the CPU)"
-        return config.model_copy(update=_numbers(config, size, None, step)), words
-    batch = config.batch_size if isinstance(config.batch_size, int) else max(config.batch_size.values())
-    size = -(-batch // fewest_parts(fits, batch, machine.world.size))
-    words = f"micro_batch_size is {size}: batches of {batch} run in {-(-batch // size)} parts"
-    return config.model_copy(update=_numbers(config, config.batch_size, size, step)), words
+    trials = _Trials(config, step, machine, model)
+    size = config.batch_size
+    words = []
+    if size == "auto":
+        size = trials.batch_size(train)
+        most = "" if machine.device.type == "cuda" else f" (at most {MOST_ON_CPU} on the CPU)"
+        words.append(f"batch_size is {size}, the largest power of two that fits{most}")
+    micro = config.micro_batch_size
+    if micro == "auto":
+        micro, batch = trials.micro_batch_size(train, size)
+        words.append(f"micro_batch_size is {micro}: batches of {batch} run in {-(-batch // micro)} parts")
+    return config.model_copy(update=_numbers(config, size, micro, step)), "; ".join(words)
 
 
 def _numbers(config: TrainerConfig, batch_size: Any, micro: int | None, step: Step | None = None) -> dict[str, Any]:
@@ -131,42 +127,65 @@ def _nothing_fits(size: int) -> TrainingError:
     )
 
 
-def _trials(
-    config: TrainerConfig, step: Step, train: Any, machine: Machine, model: nn.Module
-) -> Callable[[int], bool]:
-    """Return a function that tries batches of a size, over all ranks, and says whether they fit on all of them."""
-    alone = Step(model, step.task, step.updater, machine.precision, metrics=step.metrics)
-    parts = model, step.updater.optimizer, machine.precision, Clock(), StepLog(machine.world), CallbackList(())
-    state = TrainState(*parts, machine.world, config.seed, step.task)
+class _Trials:
+    """Tries steps on this rank's share of batches, and says whether they fit on all ranks."""
 
-    def fits(size: int) -> bool:
-        with machine.current():
-            batches: BatchIterator = _loader(config, machine, model, train, size).iterate(0)
-            try:
-                failed = not _fits(state, alone, next(iter(batches)))
-            finally:
-                batches.close()
-            if machine.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return not machine.world.host_max([int(failed)])[0]
+    def __init__(self, config: TrainerConfig, step: Step, machine: Machine, model: nn.Module) -> None:
+        self._config, self._machine, self._model = config, machine, model
+        self._step = Step(model, step.task, step.updater, machine.precision, metrics=step.metrics)
+        parts = model, step.updater.optimizer, machine.precision, Clock(), StepLog(machine.world), CallbackList(())
+        self._state = TrainState(*parts, machine.world, config.seed, step.task)
 
-    return fits
+    def batch_size(self, train: Any) -> int:
+        """Return the largest power of two that fits; raise ConfigError if the data comes in batches already."""
+        world = self._machine.world.size
+        whole = None if isinstance(train, Loader) else self._loader(train, world)
+        if not isinstance(whole, DataLoader):
+            raise ConfigError(
+                "training.batch_size is auto, but the given loader makes its own batches; pass the data itself, or "
+                "set a number"
+            )
+        most = whole.epoch_samples
+        if self._machine.device.type != "cuda":
+            most = min(most, MOST_ON_CPU)
+        return largest_power(lambda size: self._fit(self._first(self._loader(train, size))), most, world)
 
+    def micro_batch_size(self, train: Any, size: int | dict[int, int]) -> tuple[int, int]:
+        """Return the size of the fewest parts that fit, and that of the batches that are divided into them."""
+        if isinstance(train, Iterator):
+            raise ConfigError("training.micro_batch_size is auto, but the data can be read only once; set a number")
+        epoch = max(size, key=size.__getitem__) if isinstance(size, dict) else 0
+        first, world = self._first(self._loader(train, size), epoch), self._machine.world
+        batch = world.host_max([num_samples(first)])[0]  # shares of ranks may differ by one
+        parts = fewest_parts(lambda size: self._fit(divide(first, -(-batch // size))[0]), batch)
+        return -(-batch // parts) * world.size, batch * world.size
 
-def _fits(state: TrainState, step: Step, batch: Any) -> bool:
-    with trial(state, step) as run:
+    def _loader(self, train: Any, size: int | dict[int, int]) -> Loader:
+        """Return the training loader, with batches of this size if it makes them itself."""
+        config = self._config.model_copy(update={"batch_size": size, "num_workers": 0, "drop_last": False})
+        return Loaders(config=config, machine=self._machine, model=self._model).make(train, training=True)
+
+    def _first(self, loader: Loader, epoch: int = 0) -> Any:
+        batches = loader.iterate(epoch)
         try:
-            for _ in range(_STEPS):
-                run([batch])
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-    return True
+            return next(iter(batches))
+        finally:
+            batches.close()
 
+    def _fit(self, batch: Any) -> bool:
+        with self._machine.current():
+            fitted = self._run(batch)
+            if self._machine.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return not self._machine.world.host_max([int(not fitted)])[0]
 
-def _loader(config: TrainerConfig, machine: Machine, model: nn.Module, train: Any, size: int) -> Any:
-    """Return the training loader with batches of this size."""
-    size = max(size, machine.world.size)
-    sized = config.model_copy(update={"batch_size": size, "num_workers": 0, "drop_last": False})
-    return Loaders(config=sized, machine=machine, model=model).make(train, training=True)
+    def _run(self, batch: Any) -> bool:
+        with trial(self._state, self._step) as run:
+            try:
+                for _ in range(_STEPS):
+                    run([batch])
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return False
+        return True
