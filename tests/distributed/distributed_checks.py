@@ -461,7 +461,7 @@ def out_of_memory_on_one_rank() -> None:
     """Both ranks do the step again in smaller parts: the weights are those of one process with enough memory."""
     logging.getLogger("etude").setLevel(logging.ERROR)
     with world() as w:
-        for place in ("forward", "backward"):
+        for place, unused in (("forward", False), ("backward", False), ("backward", True)):
             # 17 samples: the last batch of 1 leaves a rank without samples
             options = {
                 "config": {"epochs": 2, "batch_size": 8, "device": "cpu"},
@@ -470,7 +470,7 @@ def out_of_memory_on_one_rank() -> None:
             }
             alone = Trainer(Limited(99), data(17), world=World(), **options)
             alone.train()
-            options["config"] = {**options["config"], "on_out_of_memory": "split"}
+            options["config"] |= {"on_out_of_memory": "split", "find_unused_parameters": unused}
             made = Trainer(Limited(1 if w.rank else 3, place), data(17), world=w, **options)
             made.train()
             assert made.step.splitter.size == 2, made.step.splitter.size

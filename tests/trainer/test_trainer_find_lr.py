@@ -138,6 +138,18 @@ def test_a_run_that_was_tested_in_its_middle_has_the_same_bytes(tmp_path):
     assert run(tmp_path / "one", False) == run(tmp_path / "two", True)
 
 
+def test_a_split_within_the_test_is_undone():
+    class Limited(nn.Linear):
+        def forward(self, x):
+            if self.training and len(x) > 20:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(x)
+
+    trainer = make(Limited(4, 1), config={"on_out_of_memory": "split"})
+    assert len(trainer.find_lr(1e-6, 1e-5, steps=STEPS).losses) == STEPS
+    assert trainer.step.splitter.size is None
+
+
 def test_nothing_is_written_and_callbacks_are_not_called(tmp_path):
     class Watch(Callback):
         def on_step_end(self, report):

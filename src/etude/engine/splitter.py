@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from etude.core import Batch, DataError, Task
 from etude.core.batch import num_samples
 from etude.core.division import divide
-from etude.core.random import rng_state, set_rng_state
+from etude.core.random import rewinder
 from etude.distributed import World
 from etude.engine.explain import is_out_of_memory
 
@@ -71,7 +71,7 @@ class MicroBatchSplitter:
         if not self.recovers or _is_recorded():
             backward(self._known(batches, model))
             return
-        before, self._measured, self._reached = rng_state(), 0, 0
+        rewind, self._measured, self._reached = rewinder(), 0, 0
         while True:
             micro_batches = self._known(batches, model)
             is_done = self._attempt(backward, micro_batches)
@@ -82,7 +82,7 @@ class MicroBatchSplitter:
             # outside the except clause, whose error keeps the tensors of the attempt alive
             self._measured, self._reached = max(self._measured, self._reached), 0
             undo()
-            set_rng_state(before)
+            rewind()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             self._halve(largest)
@@ -106,8 +106,9 @@ class MicroBatchSplitter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use the size that was found before, unless another one is set now."""
-        if state and state["given"] == (self.given or 0):
-            self._change(state["size"])
+        size = state["size"] if state and state["given"] == (self.given or 0) else self.given
+        if size != self.size:
+            self._change(size)
 
     def _attempt(self, backward: Callable[[Sequence[Batch]], None], micro_batches: Sequence[Batch]) -> bool:
         """Return whether there was enough memory; errors that smaller micro-batches cannot avoid are raised."""
@@ -129,7 +130,7 @@ class MicroBatchSplitter:
                 "from now on, with the same result; the step is done again"
             )
 
-    def _change(self, size: int) -> None:
+    def _change(self, size: int | None) -> None:
         self.size = size
         for listen in self.listeners:
             listen()
