@@ -138,6 +138,10 @@ class DataLoader:
     def __len__(self) -> int:
         return self.num_batches
 
+    def batch_size_in(self, epoch: int) -> int:
+        """Return the size of the batches of an epoch."""
+        return self.batch_size if self.batch_sizes is None else ByEpoch("batch_size", self.batch_sizes).at(epoch)
+
     def batches_in(self, epoch: int) -> int:
         """Return the number of batches in an epoch."""
         return self._source_of(epoch).num_batches
@@ -161,7 +165,7 @@ class DataLoader:
     def _source_of(self, epoch: int) -> SampledBatches | StreamBatches:
         if self.batch_sizes is None or not isinstance(self._source, SampledBatches):
             return self._source
-        size = ByEpoch("batch_size", self.batch_sizes).at(epoch)
+        size = self.batch_size_in(epoch)
         if size not in self._resized:
             self._resized[size] = self._source.resized(size)
         return self._resized[size]

@@ -95,7 +95,7 @@ class MicroBatchSplitter:
         self._reached += num_samples(batch)
         if self._reached > self._measured:
             task.observe(batch)
-        else:
+        elif task.judged is not None:
             task.judged = None
 
     def state_dict(self) -> dict[str, int]:
@@ -140,7 +140,8 @@ class MicroBatchSplitter:
         micro_batches = self.divided(batches)
         if len(micro_batches) > len(batches) and not self._is_checked:
             self._is_checked = True
-            norm = next((name for name, one in model.named_modules() if isinstance(one, _BatchNorm)), None)
+            layers = ((name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm))
+            norm = next((name for name, one in layers if one.training), None)
             if norm is not None and self.world.is_main:
                 self.warn(
                     f"batch norm layers, such as '{norm.removeprefix('module.')}', use the statistics of micro-batches "
