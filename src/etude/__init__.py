@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from etude.experiment import (
         create_model_config as create_model_config,
         create_trainer_config as create_trainer_config,
+        find_lr,
         load_config as load_config,
         load_experiment_config,
         load_model,
@@ -148,6 +149,7 @@ __all__ = [
     "TrainerConfig",
     "TrainingLoop",
     "ValidationLoop",
+    "find_lr",
     "load_experiment_config",
     "load_model",
     "register",

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
+from etude.cli.find_lr import find_lr
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
 from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
@@ -228,6 +229,7 @@ def eject(
     print(f"made {' and '.join(map(str, files))}; train it with: python {out}")
 
 
+app.command("find-lr")(find_lr)
 app.command()(profile)
 app.command()(report)
 app.command()(tokenize)

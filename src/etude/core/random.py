@@ -1,7 +1,7 @@
 """Seeding, the state of every random generator of a run, and isolated random draws."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,26 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
+def rewinder() -> Callable[[], None]:
+    """Return a function that gives the generators that `aside` covers their present states again.
+
+    >>> rewind = rewinder(); first = torch.rand(1); rewind(); bool(torch.rand(1) == first)
+    True
+    """
+    devices = _devices()
+    python, numpy, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = [device.get_rng_state() for device in devices]
+
+    def rewind() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(tensor)
+        for device, state in zip(devices, before, strict=True):
+            device.set_rng_state(state)
+
+    return rewind
+
+
 @contextmanager
 def aside(seed: int) -> Iterator[None]:
     """Draw from generators seeded by `seed`; restore their states afterwards (about 60 µs).
@@ -74,22 +94,16 @@ def aside(seed: int) -> Iterator[None]:
     >>> bool(torch.rand(1) == expected)
     True
     """
-    devices = _devices()
-    python, numpy, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    before = [device.get_rng_state() for device in devices]
+    rewind = rewinder()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # torch.random.fork_rng takes 1 ms if CUDA is not initialised
-    for device in devices:
+    for device in _devices():
         device.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(tensor)
-        for device, state in zip(devices, before, strict=True):
-            device.set_rng_state(state)
+        rewind()
 
 
 def _devices() -> list[Any]:

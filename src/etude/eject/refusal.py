@@ -66,6 +66,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "device": (lambda value: value in ("auto", "cpu"), "only runs on the CPU have the same bits; set it to cpu"),
     "compile": (lambda value: value in ("auto", "off"), "compiled code is not plain PyTorch; set it to off"),
     "capture": (lambda value: value in ("auto", "off"), "CUDA graphs are not plain PyTorch; set it to off"),
+    "batch_size": (lambda value: isinstance(value, int), "only one number can be written; set one"),
     "grad_accum_steps": (lambda value: isinstance(value, int), "a schedule cannot be written; set one number"),
 }
 """Key of `training` → which values can be written, and why others cannot."""

@@ -61,6 +61,7 @@ class Capture:
         self.refused: str | None = None
         """Why steps run eagerly from now on."""
         self._watched = Watched(step.model, step.updater)
+        step.splitter.listeners.append(self._graphs_of_other_sizes)
         self._recoveries = CudaRecorder.recoveries
         self._others: list[Tensor] = []
         """Other tensors of model and task that a step changes in place."""
@@ -137,6 +138,7 @@ class Capture:
             step.metrics,
             step.updater.constants(),
             self._watched.modes(),
+            step.splitter.size,
         )
         try:
             hash(key)
@@ -160,6 +162,11 @@ class Capture:
         self._watched.look()
         self._recoveries = CudaRecorder.recoveries
 
+    def _graphs_of_other_sizes(self) -> None:
+        """Drop all graphs, and their memory: steps are divided into other micro-batches from now on."""
+        self._graphs.clear()
+        self._seen.clear()
+
     def _tensors_of_run(self) -> Iterator[Tensor]:
         """Yield everything a step changes in place: parameters, buffers, optimizer state, loss scale and so on."""
         yield from self._watched.tensors()
@@ -180,9 +187,11 @@ class Capture:
         is_due = self._seen[key] >= WARM_UP_STEPS and self.step.updater.has_stepped
         if not is_due and len(self._seen) != FEW_FORMS:
             return self.step.run(micro_batches)
-        drawn, (before, tensors) = host_draws(), self._host_state()
+        drawn, (before, tensors), size = host_draws(), self._host_state(), self.step.splitter.size
         versions = [version_of(tensor) for tensor in tensors]
         report, share = self.recorder.timed(lambda: self.step.run(micro_batches))
+        if self.step.splitter.size != size:  # memory ran out: the next steps are divided
+            return report
         after, found = self._host_state()
         if host_draws() != drawn:
             self._give_up("the model draws random numbers on the host, which a graph would repeat in every step")

@@ -82,6 +82,10 @@ class Updater:
         """Whether there has been a finite update: until then the host checks every one."""
         return self._has_stepped or bool(self.optimizer.state)
 
+    def forget(self) -> None:
+        """Forget earlier updates, which have been undone."""
+        self._has_stepped, self._met = False, set()
+
     def constants(self) -> Hashable:
         """Return the host-side values of an update: settings, and rates that are not on the device."""
         return self.clip_norm, self.clip_value, *[rate.constants() for rate in self._rates]

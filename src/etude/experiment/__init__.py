@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         load_experiment_config,
         validate_experiment,
     )
+    from etude.experiment.find_lr import find_lr
     from etude.experiment.load import load_model
     from etude.experiment.opened import evaluate_run
     from etude.experiment.planned import schedule_curves
@@ -39,6 +40,7 @@ __all__ = [
     "create_trainer_config",
     "evaluate_run",
     "experiment_schema",
+    "find_lr",
     "load_config",
     "load_experiment_config",
     "load_model",

@@ -162,7 +162,9 @@ def build_trainer(
     set_seed(training.seed)
     with making_model(torch.device("cpu")):
         draft.model = _build(config, "model", selection, **sizes)
-    train_loader = data.loader("train")
+    # the trainer makes the loaders itself if it must find the size of batches
+    loader: Any = (lambda name: getattr(data.splits, name)) if training.batch_size == "auto" else data.loader
+    train_loader = loader("train")
     if train_loader is None and folder is not None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
     names = ("loss", "validation_loss", "optimizer", "scheduler")
@@ -181,7 +183,7 @@ def build_trainer(
     return Trainer(
         draft.model,
         train_loader,
-        data.loader("validation"),
+        loader("validation"),
         config=training,
         optimizer=AdamW
         if optimizer is None

@@ -31,6 +31,7 @@ LEAST = 1e-9
 class TaskObjective(Objective):
     """Σ over tasks of weight·sum/count, where not every micro-batch has every task."""
 
+    can_defer = False  # counts of tasks are exchanged before their backward passes
     all_reduces = True
     """Whether gradients come from one backward pass, which all-reduces them."""
 

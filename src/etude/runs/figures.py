@@ -1,6 +1,7 @@
 """Curves as a picture in a file, drawn by matplotlib (extra `plot`)."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ FEW = 50
 """Points up to which they are marked, so that one between gaps is seen."""
 
 
+def check_figure(out: Path) -> None:
+    """Raise ConfigError if a figure cannot have this name, or without matplotlib."""
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out {out}: the name must end in {', '.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--out needs matplotlib: pip install 'etude[plot]'")
+
+
 def save_figure(
     curves: Sequence[Series],
     names: Sequence[str],
@@ -20,10 +29,14 @@ def save_figure(
     x_label: str,
     log: bool = False,
     smooth: float = 0.0,
+    log_x: bool = False,
 ) -> None:
     """Write curves of one metric to a file; raise ConfigError without matplotlib, or if it cannot be written."""
     figure = _figure(out, 1)
-    _draw(figure.add_subplot(), curves, names, x_label, log=log, smooth=smooth)
+    axes = figure.add_subplot()
+    _draw(axes, curves, names, x_label, log=log, smooth=smooth)
+    if log_x:
+        axes.set_xscale("log")
     _save(figure, out)
 
 
@@ -37,12 +50,9 @@ def save_panels(panels: Sequence[Sequence[Series]], out: Path, *, x_label: str) 
 
 
 def _figure(out: Path, num_panels: int) -> Any:
-    if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--out {out}: the name must end in {', '.join(FORMATS)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--out needs matplotlib: pip install 'etude[plot]'") from error
+    check_figure(out)
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(8, 2 + 2.5 * num_panels), layout="constrained")
 
 

@@ -15,6 +15,7 @@ from etude.engine.callback import Callback
 from etude.engine.capture import Capture
 from etude.engine.captured_evaluation import CapturedEvaluation
 from etude.engine.compiled import CompiledTask
+from etude.engine.splitter import MicroBatchSplitter
 from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.optim import AdamW
@@ -68,11 +69,26 @@ def make_step(
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     updater = Updater(made, **clip, precision=machine.precision)
     metrics = None if isinstance(config.train_metrics, list) else config.train_metrics
-    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=metrics)
+    size = None if config.micro_batch_size == "auto" else config.micro_batch_size
+    splitter = MicroBatchSplitter(size, world=machine.world)
+    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=metrics, splitter=splitter)
+    _recover(step, config)
     if machine.captures(config.capture):
         step.capture = Capture(step, needed=config.capture == "on")
         machine.evaluation = CapturedEvaluation(step.capture.recorder, needed=step.capture.needed)
     return step
+
+
+def _recover(step: Step, config: TrainerConfig) -> None:
+    """Let a step that runs out of memory be done again, if the config says so or leaves a size open."""
+    can = step.world.size == 1 or step.objective.can_defer
+    if config.on_out_of_memory == "split" and not can:
+        raise ConfigError(
+            f"training.on_out_of_memory is split, which {step.world.size} processes cannot do with "
+            f"{type(step.task).__name__}: they exchange counts during a step; set it to error"
+        )
+    step.splitter.recovers = can and (config.on_out_of_memory == "split" or config.implies_splitting)
+    step.objective.defers = step.splitter.recovers and step.world.size > 1
 
 
 def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: Loaders) -> CompiledTask:
@@ -82,10 +98,11 @@ def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: L
         step.objective.task,
         mode=config.compile,
         way=way,
-        batch_size=loaders.batch_size,
+        batch_size=loaders.batch_size if config.micro_batch_size is None else None,
         notice=lambda words: step.notice(words),
         warn=lambda words: step.warn(words),
     )
+    step.splitter.listeners.append(compiled.resize)
     if way is None:
         step.forward = compiled
     return compiled

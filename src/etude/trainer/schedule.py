@@ -88,7 +88,7 @@ class RunRate(LearningRate):
         """Set the length of a schedule that is as long as the run."""
         if self._planned is not None:
             loaders = self._loaders
-            schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_epoch)
+            schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_any_epoch)
             try:
                 self.use(schedule)
             except ConfigError as error:

@@ -1,7 +1,7 @@
 """`Trainer`: the main class for Python users. It assembles a run and runs the loop."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
 from etude.core.model_record import model_record
 from etude.core.monitor import odd_mode
+from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
@@ -38,6 +39,8 @@ from etude.trainer.arguments import (
     plain_task,
 )
 from etude.trainer.example import keeping_example
+from etude.trainer.find_lr import RateSearch, range_test
+from etude.trainer.fit import fit_to_memory, recorded_sizes, with_sizes
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, make_step
@@ -140,6 +143,7 @@ class Trainer:
         for argument, value in (("meta", meta), ("whole_config", whole_config)):
             expect(argument, value, isinstance(value, Mapping | None), "a mapping")
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
+        self.config = recorded_sizes(self.config, output_dir, resume=resume)
         self.machine = Machine.from_config(self.config, world)
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
@@ -153,6 +157,11 @@ class Trainer:
         uses_all = self.task.uses_all_parameters and all(one.uses_all_parameters for one in own)
         self.step = make_step(model, self.task, optimizer, self.config, self.machine, uses_all_parameters=uses_all)
         self.optimizer = self.step.updater.optimizer
+        self.config, self._fitted = fit_to_memory(self.config, self.step, train_loader, self.machine, model)
+        if self._fitted:
+            self.machine.resize(self.config.first_batch_size)
+            self.step.splitter.set(self.config.micro_batch_size)
+            whole_config = with_sizes(whole_config, self.config)
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
@@ -234,6 +243,25 @@ class Trainer:
         """
         return self.machine.predict(self.model, self.task, self.loaders.in_order(data))
 
+    def find_lr(self, min_lr: float = 1e-7, max_lr: float = 10.0, steps: int = 100) -> RateSearch:
+        """Test learning rates: train `steps` steps with a rate that rises exponentially, and undo them.
+
+        The run is as before afterwards, bit for bit. The result has the curve and `suggestion`, the rate to train with.
+        Callbacks are not called. Raises ConfigError without training data, or if it can be read only once.
+        """
+        if self._is_training:
+            raise TrainingError("find_lr() was called inside train(), by a callback; call it before")
+        if self.loaders.train is None:
+            raise ConfigError("there is no training data; pass the Trainer a train_loader")
+        if isinstance(source := self.loaders.sources[0], ForeignLoader) and isinstance(source.source, Iterator):
+            raise ConfigError(
+                "the training data is an iterator, which can be read only once; pass a list, a DataLoader or a "
+                "function that returns a new iterator"
+            )
+        parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
+        with self.machine.training():
+            return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)
+
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` continues from it.
 
@@ -287,6 +315,7 @@ class Trainer:
             task=self.task,
             compiled=self.compiled,
             loader=train if isinstance(train, StatefulLoader) else None,
+            splitter=self.step.splitter,
         )
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
@@ -314,6 +343,8 @@ class Trainer:
         self._is_training = True
         try:
             self.callbacks.on_train_begin(self._info())
+            if self._fitted and self.machine.world.is_main:
+                self.callbacks.on_notice(self._fitted, {"step": self.state.clock.step, "event": "execution"})
             for warning in self._warnings():
                 self.callbacks.on_notice(warning, {"step": self.state.clock.step})
             if validation is not None and trials:

@@ -180,6 +180,21 @@ class SampledBatches:
         batches = self.samples.batches(self.sampler, epoch, position)
         return zip(self.sampler.positions(position), batches, strict=False), batches
 
+    def resized(self, batch_size: int) -> "SampledBatches":
+        """Return batches of another size from the same samples, in the same order."""
+        one, samples = self.sampler, self.samples
+        sampler = BatchSampler(
+            samples.size,
+            batch_size,
+            shuffle=one.shuffle,
+            drop_last=one.drop_last,
+            seed=one.seed,
+            rank=one.rank,
+            world_size=one.world_size,
+            order=samples.bucketed(samples.order(shuffle=one.shuffle), batch_size),
+        )
+        return SampledBatches(samples, sampler)
+
     def shared(self, rank: int, world_size: int) -> "SampledBatches":
         """Return the same batches with the share of rank `rank`."""
         return SampledBatches(self.samples, self.sampler.shared(rank, world_size))
