@@ -55,7 +55,13 @@ _HOMES = {
         "models.text_classifier": "text_classifier",
         "models.transformer": "causal_transformer_lm transformer_lm",
     },
-    "optimizer": {"optim.optimizers": "adam adamw rmsprop sgd", "optim.several": "several"},
+    "optimizer": {
+        "optim.device": "adafactor lion",
+        "optim.muon": "muon",
+        "optim.optimizers": "adagrad adam adamw nadam radam rmsprop sgd",
+        "optim.schedule_free": "schedule_free_adamw",
+        "optim.several": "several",
+    },
     "scheduler": {
         "optim.schedules": "constant cosine cosine_annealing cosine_restarts exponential inverse_sqrt linear multistep "
         "one_cycle polynomial product sequence sgdr step step_decay warmup warmup_cosine"

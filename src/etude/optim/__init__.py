@@ -8,8 +8,12 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import CosineAnnealingLR
 
     from etude.optim.clipping import clip_gradients, clip_gradients_by_value, global_norm
+    from etude.optim.device import Adafactor, DeviceOptimizer, Lion
     from etude.optim.groups import group_parameters
-    from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
+    from etude.optim.kernels import get_lr, set_lr
+    from etude.optim.muon import Muon
+    from etude.optim.optimizers import SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop, decay_groups
+    from etude.optim.schedule_free import ScheduleFreeAdamW
     from etude.optim.schedules import (
         Schedule,
         constant,
@@ -32,12 +36,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SGD",
+    "Adafactor",
+    "Adagrad",
     "Adam",
     "AdamW",
     "CosineAnnealingLR",
+    "DeviceOptimizer",
+    "Lion",
+    "Muon",
+    "NAdam",
     "Optimizers",
+    "RAdam",
     "RMSprop",
     "Schedule",
+    "ScheduleFreeAdamW",
     "clip_gradients",
     "clip_gradients_by_value",
     "constant",

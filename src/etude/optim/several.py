@@ -85,6 +85,10 @@ class Optimizers(Optimizer):
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
+    def announcement(self) -> str | None:
+        """Return a line for the user about the optimizers it has chosen, or None."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states as that of one optimizer; what else an optimizer saves is under `optimizers`."""
         groups: list[dict[str, Any]] = []
@@ -182,7 +186,7 @@ def _share(said: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> 
         mine = {name for name in found if name not in taken}
         taken |= mine
     chosen = [param for param in params if params.names[id(param)] in mine]
-    return {**supplied, "params": NamedParams(chosen, params.names)}
+    return {**supplied, "params": params.with_items(chosen)}
 
 
 @register("optimizer", "several", inside=_share)

@@ -24,7 +24,7 @@ from etude.engine.step import Step
 from etude.engine.update import LearningRate, Updater
 from etude.optim import AdamW, Schedule
 from etude.optim.eager import without_compiler
-from etude.optim.groups import NamedParams, names_of
+from etude.optim.groups import NamedParams, names_of, outer_params
 from etude.optim.several import Optimizers, check_shares
 from etude.trainer.arguments import Section, build_named, expect
 from etude.trainer.config import TrainerConfig
@@ -124,9 +124,9 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
         _check_settings(optimizer, config)
         follow_parameters(optimizer)
         return optimizer
-    groups = NamedParams(params, names)
+    groups = NamedParams(params, names, outer_params(model))
     if isinstance(model, GroupsParameters) and len(found := model.parameter_groups()) > 1:
-        groups = NamedParams(found, names)
+        groups = groups.with_items(found)
     chosen = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     given: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     if optimizer is None:
