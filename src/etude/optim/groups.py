@@ -52,7 +52,8 @@ def outer_params(model: nn.Module) -> frozenset[int]:
     modules: list[nn.Module] = [one for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
     ask = getattr(model, "get_output_embeddings", None)
     output = ask() if callable(ask) else None
-    linear = {name: one.weight.shape for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    found = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    linear = {name: (one.in_features, one.out_features) for name, one in found}
     if isinstance(output, nn.Module):
         modules.append(output)
     elif linear and not _is_repeated(last := list(linear)[-1], linear):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Unpack
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
@@ -173,6 +174,8 @@ def _hidden(given: NamedParams, adamw: str | Sequence[str]) -> set[int]:
     names = given.names
     chosen = set(names_matching(adamw, names.values(), "optimizer.adamw")) if adamw else set()
     params = [param for one in given for param in (one["params"] if isinstance(one, dict) else [one])]
+    if lazy := [names[id(param)] for param in params if is_lazy(param)]:
+        raise ConfigError(f"muon: {lazy[0]} has no shape yet; run the model on a batch before training")
     return {
         id(param)
         for param in params
