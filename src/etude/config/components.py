@@ -78,3 +78,5 @@ MODULES = {
     for kind, homes in _HOMES.items()
 }
 """Kind → name → module, below `etude`."""
+BY_PATH = {"optimizer": "optim.imported"}
+"""Kind → module whose `find` returns a component by its dotted path (`torch.optim.Adamax`)."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import LRSchedule
-from etude.config import build_selection
+from etude.config import build_selection, lookup
 from etude.config.schema import select_component
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
@@ -187,6 +187,9 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
     if isinstance(optimizer, (str, Mapping)):
         section = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer)
         own = {"lr"} if "learning_rate" in section else set(section)
+        if "." in str(section.get("name")):  # a class that is not etude's may have no weight decay
+            takes = parameters_of(lookup("optimizer", section["name"]).factory)[0]
+            settings = {key: value for key, value in settings.items() if key in takes}
         section = {**{key: value for key, value in settings.items() if key not in own}, **section}
         return lambda params: build_named("optimizer", section, "optimizer", params=params)
     is_class = isinstance(optimizer, type)
