@@ -12,10 +12,11 @@ from etude.engine.update import Updater
 from etude.losses import ClassificationLoss, SupervisedTask
 from etude.optim import Muon
 from etude.optim.muon import MatrixMuon
+from etude.optim.optimizers import FUSED_ADAGRAD_ON_CUDA
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("undo_determinism")]
 
-NAMES = [name for name in names("optimizer") if name != "several"]
+NAMES = [name for name in names("optimizer") if name != "several" and (name != "adagrad" or FUSED_ADAGRAD_ON_CUDA)]
 VARIANTS = [
     *NAMES,
     {"name": "muon", "normuon": True, "cautious": True},
@@ -50,12 +51,17 @@ def test_a_schedule_and_skipped_updates_are_part_of_the_graph(name):
     assert all(value.isfinite().all() for value in mine.model.state_dict().values())
 
 
+def test_adagrad_trains_in_any_version_of_torch():
+    assert_same(train("auto", "adagrad"), train("off", "adagrad"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_convolutions_are_trained_in_captured_steps(name):
     mine, theirs = train("on", name, net), train("off", name, net)
     assert_same(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_never_waits_for_the_device(name, no_waiting):
     from etude.config import build_component

@@ -116,11 +116,11 @@ class OptimizerWeights(SwappedWeights):
         self.is_swapped = not raw
         if not raw:
             self._raw = {name: one.clone() for name, one in self._params.items()}
-        for one in self._optimizers:
+        for optimizer in self._optimizers:
             if raw:
-                one.train()
+                optimizer.train()
             else:
-                one.eval()
+                optimizer.eval()
         if raw and self._raw:
             for name, one in self._raw.items():
                 self._params[name].copy_(one)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT as TorchParams
 
 from etude.core.errors import ConfigError
 from etude.core.spelling import did_you_mean
-from etude.optim.groups import Groups, LayerDecay, group_parameters, named_params
+from etude.optim.groups import Groups, LayerDecay, group_parameters
 
 
 def find(path: str) -> Callable[..., Optimizer]:
@@ -45,7 +45,7 @@ def _factory(cls: type[Optimizer]) -> Callable[..., Optimizer]:
     taken = {one.name: one for one in own}
 
     def make(
-        params: TorchParams,
+        params: Any,
         *,
         groups: Groups = (),
         layer_decay: LayerDecay | None = None,
@@ -56,8 +56,17 @@ def _factory(cls: type[Optimizer]) -> Callable[..., Optimizer]:
             rate = given.get("lr", taken["lr"].default if "lr" in taken else None)
             if not isinstance(rate, (int, float)):
                 raise ConfigError(f"{cls.__name__}: parameter groups need a learning rate; set lr")
-            how = {"layer_decay": layer_decay, "decay_only_matrices": decay_only_matrices, "settings": taken}
-            params = group_parameters(named_params(params), groups, lr=rate, **how)
+            params = group_parameters(
+                params,
+                groups,
+                layer_decay=layer_decay,
+                decay_only_matrices=decay_only_matrices,
+                lr=rate,
+                settings=taken,
+            )
+        for name in given.keys() - taken.keys():  # a class may take any name
+            if near := did_you_mean(name, taken):
+                raise ConfigError(f"{cls.__name__} has no argument '{name}'{near}")
         return cls(list(params), **given)
 
     function: Any = make
@@ -67,6 +76,6 @@ def _factory(cls: type[Optimizer]) -> Callable[..., Optimizer]:
         one.replace(kind=one.KEYWORD_ONLY) for one in own if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
     ]
     shared = [one for one in shared if one.name not in taken]
-    function.__signature__ = inspect.Signature([first, *plain, *shared, *others])
+    function.__signature__ = inspect.Signature([first.replace(annotation=TorchParams), *plain, *shared, *others])
     function.__wrapped__, function.__doc__ = cls.__init__, cls.__doc__
     return make

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Unpack
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
@@ -26,6 +27,7 @@ from etude.optim.kernels import (
 )
 
 Betas = tuple[Fraction, Fraction]
+FUSED_ADAGRAD_ON_CUDA = TorchVersion(torch.__version__) >= (2, 13)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -184,6 +186,10 @@ class Adagrad(KernelOptimizer, torch.optim.Adagrad):
     ) -> None:
         given = self._grouped(params, lr, **common)
         super().__init__(given, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize=maximize)
+
+    def _can_fuse(self, group: dict[str, Any]) -> bool:
+        # Without the fused kernel torch counts the steps on the host: they wait for the device, and are not captured.
+        return FUSED_ADAGRAD_ON_CUDA or not any(param.is_cuda for param in group["params"])
 
 
 @register("optimizer", "nadam", aliases=ALIASES)

@@ -93,15 +93,13 @@ class ScheduleFreeAdamW(DeviceOptimizer):
         steps = list(torch._foreach_div(grads, sizes))
         if group["weight_decay"]:
             torch._foreach_add_(steps, params, alpha=group["weight_decay"])
+        # y moves with z by its part (1 − β₁) of it, then towards the new z as x does: the same as moving x and z
+        add_scaled(fast, steps, -rate)
+        torch._foreach_add_(params, steps, alpha=(1 - first) * (1.0 if isinstance(rate, Tensor) else -rate))
         if isinstance(share, Tensor):
-            apart = list(torch._foreach_sub(fast, params))
-            add_scaled(params, apart, share)
-            torch._foreach_copy_(apart, steps)
-            add_scaled(params, apart, rate * (first * (1 - share) - 1))
+            add_scaled(params, list(torch._foreach_sub(fast, params)), share)
         else:
             torch._foreach_lerp_(params, fast, share)
-            add_scaled(params, steps, rate * (first * (1 - share) - 1))
-        add_scaled(fast, steps, -rate)
 
     def eval(self) -> None:
         """Give the parameters the average x."""
