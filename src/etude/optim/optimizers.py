@@ -27,7 +27,7 @@ from etude.optim.kernels import (
 )
 
 Betas = tuple[Fraction, Fraction]
-FUSED_ADAGRAD_ON_CUDA = TorchVersion(torch.__version__) >= (2, 13)
+FUSED_ADAGRAD_ON_CUDA = TorchVersion(torch.__version__) >= "2.13"
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
