@@ -166,46 +166,56 @@ class Adafactor(DeviceOptimizer):
         defaults = {"lr": lr, **own, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(self._grouped(params, lr, **common), defaults)
 
-    def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:  # noqa: ARG002
-        """Return every parameter alone: rows and columns have different sizes."""
-        return [[param] for param in params]
+    def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Return matrices and vectors apart: their states differ."""
+        for some in super().together(group, params):
+            for is_matrix in (True, False):
+                if same := [param for param in some if (param.dim() >= 2) == is_matrix]:
+                    yield same
 
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
-        """Update one parameter."""
-        (param,), (grad,) = params, grads
+        """Update these parameters; what is a number for each of them is computed for all at once."""
         first, second = group["eps"]
-        first = torch.finfo(param.dtype).eps if first is None else first
-        (step,) = self.states("step", params, lambda one: torch.zeros((), dtype=torch.float32, device=one.device))
-        step.add_(1)
-        rate, weight = _adafactor_numbers(step, group)
-        size = _rms(param).clamp(min=second) * (rate.to(param.dtype) if isinstance(rate, Tensor) else rate)
+        first = torch.finfo(params[0].dtype).eps if first is None else first
+        steps = self.states("step", params, lambda one: torch.zeros((), dtype=torch.float32, device=one.device))
+        torch._foreach_add_(steps, 1)
+        counts = torch.stack(steps).double()
+        sizes = _rms(params).clamp_(min=second) * counts.rsqrt().clamp_(max=group["lr"])
         decay_weights(params, group["lr"], group["weight_decay"])
-        moment = self._moment(param, grad, weight.to(param.dtype) if isinstance(weight, Tensor) else weight, first)
-        change = moment.clamp_(min=first * first).rsqrt_().mul_(grad)
-        param.sub_(change.mul_(size / (_rms(change) / group["d"]).clamp(min=1.0)))
+        weights = _each(counts.pow(group["beta2_decay"]), params[0].dtype)
+        changes = self._moments(params, grads, weights, first)
+        torch._foreach_clamp_min_(changes, first * first)
+        torch._foreach_rsqrt_(changes)
+        torch._foreach_mul_(changes, grads)
+        factors = _each(sizes.div_((_rms(changes) / group["d"]).clamp_(min=1.0)).neg_(), params[0].dtype)
+        for param, change, factor in zip(params, changes, factors, strict=True):
+            add_scaled([param], [change], factor)
 
-    def _moment(self, param: Tensor, grad: Tensor, weight: Tensor | float, eps: float) -> Tensor:
-        """Return an estimate of the second moment of every element."""
-        if grad.dim() < 2:
-            (variance,) = self.states("variance", [param], torch.zeros_like)
-            return variance.lerp_(grad.square(), weight).clone()
-        (rows,) = self.states("row_var", [param], lambda one: torch.zeros_like(one[..., :1]))
-        (columns,) = self.states("col_var", [param], lambda one: torch.zeros_like(one[..., :1, :]))
+    def _moments(self, params: list[Tensor], grads: list[Tensor], weights: Any, eps: float) -> list[Tensor]:
+        """Return estimates of the second moment of every element."""
+        if grads[0].dim() < 2:
+            variances = self.states("variance", params, torch.zeros_like)
+            torch._foreach_lerp_(variances, torch._foreach_mul(grads, grads), weights)
+            return [variance.clone() for variance in variances]
+        rows = self.states("row_var", params, lambda one: torch.zeros_like(one[..., :1]))
+        columns = self.states("col_var", params, lambda one: torch.zeros_like(one[..., :1, :]))
         for means, axis in ((rows, -1), (columns, -2)):
-            norms = torch.linalg.vector_norm(grad, dim=axis, keepdim=True)
-            means.lerp_(norms.square_().div_(grad.size(axis)), weight)
-        return (rows @ columns).div_(rows.mean(-2, keepdim=True).clamp_(min=eps))
+            squares = [torch.linalg.vector_norm(grad, dim=axis, keepdim=True) for grad in grads]
+            torch._foreach_mul_(squares, squares)
+            torch._foreach_div_(squares, [grad.size(axis) for grad in grads])
+            torch._foreach_lerp_(means, squares, weights)
+        found = [row @ column for row, column in zip(rows, columns, strict=True)]
+        torch._foreach_div_(found, [row.mean(-2, keepdim=True).clamp_(min=eps) for row in rows])
+        return found
 
 
-def _adafactor_numbers(step: Tensor, group: dict[str, Any]) -> tuple[Tensor | float, Tensor | float]:
-    """Return the relative rate of a step and the weight of its gradient; on the CPU as numbers, which is faster."""
-    if step.is_cpu:
-        count = step.item()
-        return min(float(group["lr"]), count**-0.5), count ** group["beta2_decay"]
-    device_count = step.double()
-    return device_count.rsqrt().clamp(max=group["lr"]), device_count.pow(group["beta2_decay"])
+def _each(values: Tensor, dtype: torch.dtype) -> Any:
+    """Return the values of a vector one by one; on the CPU as numbers, which is faster."""
+    return values.tolist() if values.is_cpu else list(values.to(dtype).unbind())
 
 
-def _rms(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor) / tensor.numel() ** 0.5
-    return norm
+def _rms(tensors: list[Tensor]) -> Tensor:
+    """Return the root of the mean square of every tensor, as one vector."""
+    norms = list(torch._foreach_norm(tensors))
+    torch._foreach_div_(norms, [tensor.numel() ** 0.5 for tensor in tensors])
+    return torch.stack(norms).double()

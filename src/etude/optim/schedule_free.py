@@ -69,15 +69,26 @@ class ScheduleFreeAdamW(DeviceOptimizer):
         for name in ("step", "weight_sum", "lr_max"):
             if name not in state or state[name].device != device:  # a loaded state is on the host
                 state[name] = state.get(name, torch.zeros((), dtype=torch.float64)).to(device)
-        step, total, top = state["step"].add_(1), state["weight_sum"], state["lr_max"]
-        warm_up = (step / group["warmup_steps"]).clamp_(max=1) if group["warmup_steps"] else torch.ones_like(step)
-        rate = warm_up * group["lr"]
-        torch.maximum(top, rate, out=top)
-        weight = step ** group["r"] * top ** group["weight_lr_power"]
-        share = weight / total.add_(weight)
-        share.nan_to_num_(0.0)  # a warm-up may begin with a rate of 0
-        found = rate, share, 1 - group["betas"][1] ** step
-        return found if rate.is_cuda else (found[0].item(), found[1].item(), found[2].item())
+        rate, warm_up = group["lr"], group["warmup_steps"]
+        step: Any
+        total: Any
+        top: Any
+        if device.type == "cpu":  # reading a value does not wait there, and numbers are faster than tensors
+            step, total, top = state["step"].item() + 1, state["weight_sum"].item(), state["lr_max"].item()
+            rate = float(rate) * min(step / warm_up, 1.0) if warm_up else float(rate)
+            top = max(top, rate)
+        else:
+            step, total, top = state["step"] + 1, state["weight_sum"], state["lr_max"]
+            rate = rate.to(step) if isinstance(rate, Tensor) else torch.full_like(step, rate)
+            rate = rate * (step / warm_up).clamp_(max=1) if warm_up else rate
+            top = torch.maximum(top, rate)
+        weight = top ** group["weight_lr_power"] * (step ** group["r"] if group["r"] else 1.0)
+        total = total + weight
+        for name, value in (("step", step), ("weight_sum", total), ("lr_max", top)):
+            state[name].copy_(value) if isinstance(value, Tensor) else state[name].fill_(value)
+        # a warm-up may begin with a rate of 0
+        share = (weight / total).nan_to_num_(0.0) if isinstance(total, Tensor) else weight / total if total else 0.0
+        return rate, share, 1 - group["betas"][1] ** step
 
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Numbers) -> None:
         """Update y, which the parameters hold, and z."""
