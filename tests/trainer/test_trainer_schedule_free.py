@@ -107,7 +107,7 @@ def test_training_continues_after_training():
 
 
 def test_another_average_is_refused():
-    with pytest.raises(ConfigError, match="EMA and OptimizerWeights"):
+    with pytest.raises(ConfigError, match="EMA and ScheduleFreeAdamW"):
         trainer(1, ema=0.9)
 
 

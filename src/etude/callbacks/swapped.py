@@ -34,9 +34,13 @@ class SwappedWeights(Callback):
         """Return whether the model is given other weights at all."""
         return True
 
+    def label(self) -> str:
+        """Return the name by which the user knows it."""
+        return type(self).__name__
+
     def bind(self, parts: RunParts) -> None:
         """Raise ConfigError if another callback swaps the weights too."""
-        both = [type(one).__name__ for one in self._siblings or () if isinstance(one, SwappedWeights) and one.swaps()]
+        both = [one.label() for one in self._siblings or () if isinstance(one, SwappedWeights) and one.swaps()]
         if self.swaps() and len(both) > 1:
             raise ConfigError(
                 f"{' and '.join(both)}: a run validates and saves one average of the weights; remove the others (an "
@@ -102,6 +106,10 @@ class OptimizerWeights(SwappedWeights):
     def swaps(self) -> bool:
         """Return whether the optimizer has modes."""
         return bool(self._optimizers)
+
+    def label(self) -> str:
+        """Return the class of the optimizer."""
+        return " and ".join(type(one).__name__ for one in self._optimizers)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Let the optimizer train; some begin in evaluation mode."""
