@@ -62,7 +62,6 @@ COLUMNS = {
     "ratio": ".2f",
     "quartiles": "",
 }
-SETTINGS = {"momentum": 0.95, "nesterov": True, "adjust_lr": "match_rms_adamw", "ns_steps": 5, "precision": "auto"}
 
 
 def parameters(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
@@ -138,9 +137,7 @@ def row_of(model: str, call: str, steps: Mapping[str, Step], rounds: int, calls:
 def muon_row(device: torch.device, rounds: int, options: Mapping[str, bool], *, quick: bool) -> Row:
     """Return the times of Muon on hidden matrices."""
     shapes = [(48, 32), (32, 48)] * 3 if quick else HIDDEN
-    mine = MatrixMuon(
-        parameters(shapes, device), 1e-3, 0.1, {**SETTINGS, "cautious": False, "normuon": False, **options}
-    )
+    mine = MatrixMuon(parameters(shapes, device), 1e-3, **options)
     theirs = torch.optim.Muon(parameters(shapes, device), lr=1e-3, adjust_lr_fn="match_rms_adamw")
     steps: dict[str, Step] = {"etude": mine.step, "torch.optim.Muon": theirs.step}
     call = " ".join(["Muon", *options])

@@ -83,17 +83,10 @@ def test_a_step_never_waits_for_the_device(name, no_waiting):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_muon_on_the_device_is_torchs(dtype):
     shapes = [(256, 128), (128, 256), (256, 128), (128, 128)]
-    settings = {
-        "momentum": 0.95,
-        "nesterov": True,
-        "adjust_lr": "match_rms_adamw",
-        "ns_steps": 5,
-        "precision": "auto",
-    }
     generator = torch.Generator("cuda").manual_seed(0)
     start = [torch.randn(shape, device="cuda", generator=generator, dtype=dtype) for shape in shapes]
     ours, theirs = ([nn.Parameter(one.clone()) for one in start] for _ in range(2))
-    mine = MatrixMuon(ours, 0.02, 0.1, {**settings, "cautious": False, "normuon": False})
+    mine = MatrixMuon(ours, 0.02, 0.1)
     other = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(5):
         for params in (ours, theirs):

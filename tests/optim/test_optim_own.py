@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from etude.core import ConfigError, TrainingError
+from etude.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from etude.core import CheckpointError, ConfigError, TrainingError
 from etude.optim import Adafactor, AdamW, Lion, Muon, ScheduleFreeAdamW
 from etude.optim.muon import MatrixMuon, orthogonalize
 
@@ -134,11 +135,7 @@ MATRICES = [(6, 4), (4, 6), (6, 4), (5, 5), (3, 8)]
 
 
 def muon(params, **arguments):
-    defaults = {"momentum": 0.95, "nesterov": True, "adjust_lr": "match_rms_adamw", "ns_steps": 5}
-    others = {"precision": "auto", "cautious": False, "normuon": False}
-    kernel = arguments.pop("kernel", "auto")
-    given = {**defaults, **others, **arguments}
-    return MatrixMuon(params, given.pop("lr", 0.02), given.pop("weight_decay", 0.1), given, kernel=kernel)
+    return MatrixMuon(params, **{"lr": 0.02, "weight_decay": 0.1, **arguments})
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
@@ -319,3 +316,16 @@ def test_without_matrices_muon_of_a_layer_would_be_adamw():
     assert torch.equal(one[0].bias, other[0].bias)
     assert torch.equal(one[1].weight, other[1].weight)
     assert not torch.equal(one[0].weight, other[0].weight)
+
+
+@pytest.mark.parametrize("make", OWN)
+def test_a_state_of_another_shape_is_refused_before_a_kernel_reads_it(make):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = make(model)
+    run(optimizer, list(model.parameters()), 1)
+    tree = optimizer_state(optimizer, model)
+    load_optimizer_state(optimizer, model, tree)
+    name, value = next((key, one) for key, one in tree["state"]["0.weight"].items() if one.dim())
+    damaged = {**tree["state"], "0.weight": {**tree["state"]["0.weight"], name: value[:1]}}
+    with pytest.raises(CheckpointError, match=rf"0\.weight\.{name}"):
+        load_optimizer_state(optimizer, model, {**tree, "state": damaged})

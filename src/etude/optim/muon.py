@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Unpack
 
 import torch
@@ -52,18 +52,28 @@ class MatrixMuon(DeviceOptimizer):
 
     @arguments
     def __init__(
-        self, params: ParamsT, lr: Rate, weight_decay: Decay, settings: Mapping[str, Any], **common: Unpack[Common]
+        self,
+        params: ParamsT,
+        lr: Rate = 1e-3,
+        weight_decay: Decay = 0.1,
+        momentum: Fraction = 0.95,
+        nesterov: bool = True,
+        adjust_lr: AdjustRate = "match_rms_adamw",
+        ns_steps: int = 5,
+        precision: Precision = "auto",
+        cautious: bool = False,
+        normuon: bool = False,
+        **common: Unpack[Common],
     ) -> None:
-        given = self._grouped(params, lr, **common)
-        super().__init__(given, {"lr": lr, "weight_decay": weight_decay, **settings})
+        how = {"nesterov": nesterov, "adjust_lr": adjust_lr, "ns_steps": ns_steps, "precision": precision}
+        settings = {"momentum": momentum, **how, "cautious": cautious, "normuon": normuon}
+        super().__init__(self._grouped(params, lr, **common), {"lr": lr, "weight_decay": weight_decay, **settings})
 
     def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
         """Return lists of matrices of equal shape."""
         found: dict[Any, list[Tensor]] = {}
-        for some in super().together(group, params):
-            for param in some:
-                same = found.setdefault((param.device, param.dtype, param.shape), [])
-                same.append(param)
+        for param in params:
+            found.setdefault((param.device, param.dtype, param.shape), []).append(param)
         for same in found.values():
             most = max(1, LARGEST_STACK // same[0].numel()) if group["foreach"] else 1
             yield from (same[start : start + most] for start in range(0, len(same), most))
@@ -150,9 +160,8 @@ class Muon(Optimizers):
         matrices, others = (_part(given, hidden, inside=inside) for inside in (True, False))
         if not matrices:
             raise ConfigError("muon: the model has no hidden matrices besides embeddings and its output; use adamw")
-        how = {"nesterov": nesterov, "adjust_lr": adjust_lr, "ns_steps": ns_steps, "precision": precision}
-        settings = {"momentum": momentum, **how, "cautious": cautious, "normuon": normuon}
-        made: list[torch.optim.Optimizer] = [MatrixMuon(matrices, lr, weight_decay, settings, **common)]
+        how = (nesterov, adjust_lr, ns_steps, precision, cautious, normuon)
+        made: list[torch.optim.Optimizer] = [MatrixMuon(matrices, lr, weight_decay, momentum, *how, **common)]
         if others:
             made.append(AdamW(others, adamw_lr or lr, betas, eps, weight_decay, **common))
         super().__init__(made)
