@@ -233,8 +233,10 @@ def test_more_parameters_can_be_given_to_adamw():
 def test_muon_refuses_models_without_hidden_matrices_and_parameters_without_names():
     with pytest.raises(ConfigError, match="no hidden matrices"):
         Muon(nn.Linear(3, 2))
-    with pytest.raises(ConfigError, match="names"):
-        Muon(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).parameters())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for params in (model.parameters(), model.named_parameters()):
+        with pytest.raises(ConfigError, match="pass the model"):
+            Muon(params)
     with pytest.raises(ConfigError, match="no parameter matches 'x'"):
         Muon(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), adamw="x")
     with pytest.raises(ConfigError, match="has no shape yet"):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from etude.config.registry import register
@@ -155,6 +155,8 @@ class Muon(Optimizers):
         eps: Decay = 1e-8,
         **common: Unpack[Common],
     ) -> None:
+        if not isinstance(params, (nn.Module, NamedParams)):
+            raise ConfigError("muon finds the hidden matrices in the model: pass the model, not its parameters")
         given = named_params(params)
         hidden = _hidden(given, adamw)
         matrices, others = (_part(given, hidden, inside=inside) for inside in (True, False))
