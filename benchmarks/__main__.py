@@ -19,7 +19,7 @@ BENCHMARKS = {
     "token_loader": (),
     "csv_loading": (),
     "dashboard": (),
-    "optim": ("--rounds=2",),
+    "optim": (),
     "wrappers": (),
     "metrics": (),
     "gradient_monitor": (),

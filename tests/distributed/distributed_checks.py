@@ -26,7 +26,7 @@ from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
 from etude.metrics.metric_set import MetricSet
 from etude.optim import AdamW, clip_gradients
-from etude.optim.optimizers import choose_kernel
+from etude.optim.kernels import choose_kernel
 
 __all__ = ["many_tasks"]
 

@@ -26,7 +26,7 @@ from etude.data import DataLoader
 from etude.data.sources.adapters import ForeignLoader
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.engine.compiled import CompiledTask
-from etude.optim.optimizers import KernelOptimizer, choose_kernel
+from etude.optim.kernels import KernelOptimizer, choose_kernel
 
 TRACED = 3
 """Steps under torch.profiler."""

@@ -59,7 +59,10 @@ _HOMES = {
         "models.transformer": "causal_transformer_lm transformer_lm",
     },
     "optimizer": {
-        "optim.optimizers": "adam adamw rmsprop sgd",
+        "optim.device": "adafactor lion",
+        "optim.muon": "muon",
+        "optim.optimizers": "adagrad adam adamw nadam radam rmsprop sgd",
+        "optim.schedule_free": "schedule_free_adamw",
         "optim.several": "several",
         "optim.wrappers": "lookahead sam",
     },
@@ -82,3 +85,5 @@ MODULES = {
     for kind, homes in _HOMES.items()
 }
 """Kind → name → module, below `etude`."""
+BY_PATH = {"optimizer": "optim.imported"}
+"""Kind → module whose `find` returns a component by its dotted path (`torch.optim.Adamax`)."""

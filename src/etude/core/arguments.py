@@ -77,7 +77,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)  # let Python raise its own TypeError, which names the function
         owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
         for name, value in given.items():
-            if name in ranged and value is not None:
+            if name in ranged:
                 _check(f"{owner}: {name}", value, ranged[name])
         return function(*args, **kwargs)
 
@@ -94,6 +94,8 @@ def check_ranges(function: Callable[..., Any], arguments: Mapping[str, Any], whe
 
 def _check(what: str, value: Any, hint: Any) -> None:
     origin, args = get_origin(hint), get_args(hint)
+    if value is None:  # whether it may be is a matter of types
+        return
     if origin is Annotated:
         _check_bounds(what, value, [] if isinstance(value, (tuple, list)) else list(_bounds(args[1:])))
         _check(what, value, args[0])

@@ -96,11 +96,12 @@ class Step:
             raise
 
     def _announce(self) -> None:
-        """Pass on what the task has decided on its first batches."""
+        """Pass on what the optimizer has chosen and the task has decided on its first batches."""
         text = self.task.announcement()
         self._is_announced = text is not None
-        if text:
-            self.notice(text)
+        if self._is_announced:
+            for words in filter(None, (self.updater.announcement(), text)):
+                self.notice(words)
 
     def run(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from etude.core import TrainingError
 from etude.engine.precision import MixedPrecision
 from etude.optim.clipping import global_norm
+from etude.optim.device import DeviceOptimizer
 from etude.optim.eager import take_step
 from etude.optim.pieces import InPieces
-from etude.optim.several import owner_of, perturbed_in
+from etude.optim.several import Optimizers, owner_of, perturbed_in
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
 """Optimizers whose non-fused kernels accept a learning rate on the device, if their groups are capturable."""
@@ -69,6 +70,10 @@ class Updater:
         """
         groups = self.optimizer.param_groups
         return {"lr": self.lr} | {f"lr/{name}": float(groups[place]["lr"]) for place, name in self._names.items()}
+
+    def announcement(self) -> str | None:
+        """Return what the optimizer has to say about itself, or None."""
+        return self.optimizer.announcement() if isinstance(self.optimizer, Optimizers) else None
 
     def send_rates(self) -> None:
         """Copy the learning rates to the device, before the step that uses them."""
@@ -316,7 +321,9 @@ def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
     ):
         return False  # a user-defined step may compute with the Python float
     if group.get("fused"):
-        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD))
+        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad))
+    if isinstance(optimizer, DeviceOptimizer):
+        return True
     return "capturable" in group and isinstance(optimizer, _CAPTURABLE)
 
 

@@ -9,16 +9,21 @@ if TYPE_CHECKING:
 
     from etude.optim.clipping import clip_gradients, clip_gradients_by_value, global_norm
     from etude.optim.cooldowns import cooldown, wsd
+    from etude.optim.device import Adafactor, DeviceOptimizer, Lion
     from etude.optim.groups import group_parameters
+    from etude.optim.kernels import get_lr, set_lr
+    from etude.optim.muon import Muon
     from etude.optim.optimizers import (
         SGD,
+        Adagrad,
         Adam,
         AdamW,
+        NAdam,
+        RAdam,
         RMSprop,
         decay_groups,
-        get_lr,
-        set_lr,
     )
+    from etude.optim.schedule_free import ScheduleFreeAdamW
     from etude.optim.scheduled import Schedule, Schedules
     from etude.optim.schedules import (
         constant,
@@ -44,14 +49,22 @@ if TYPE_CHECKING:
 __all__ = [
     "SAM",
     "SGD",
+    "Adafactor",
+    "Adagrad",
     "Adam",
     "AdamW",
     "CosineAnnealingLR",
+    "DeviceOptimizer",
+    "Lion",
     "Lookahead",
+    "Muon",
+    "NAdam",
     "Optimizers",
     "Perturbed",
+    "RAdam",
     "RMSprop",
     "Schedule",
+    "ScheduleFreeAdamW",
     "Schedules",
     "by_setting",
     "clip_gradients",

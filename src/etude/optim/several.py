@@ -30,7 +30,8 @@ class Optimizers(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+        self.optimizers = [one for given in optimizers for one in optimizers_in(given)]
+        self._given = list(optimizers)
         if not self.optimizers:
             raise ConfigError("a list of optimizers must not be empty")
         params = [param for one in self.optimizers for group in one.param_groups for param in group["params"]]
@@ -93,6 +94,11 @@ class Optimizers(Optimizer):
         """Reset the gradients of all parameters."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
+
+    def announcement(self) -> str | None:
+        """Return a line for the user about the optimizers it has chosen, or None."""
+        found = [one.announcement() for one in self._given if isinstance(one, Optimizers)]
+        return "; ".join(filter(None, found)) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as that of one optimizer; what else an optimizer saves is under `optimizers`."""
@@ -258,7 +264,7 @@ def _share(said: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> 
         mine = {name for name in found if name not in taken}
         taken |= mine
     chosen = [param for param in params if params.names[id(param)] in mine]
-    return {**supplied, "params": NamedParams(chosen, params.names)}
+    return {**supplied, "params": params.with_items(chosen)}
 
 
 @register("optimizer", "several", inside=_share)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import LRSchedule
+from etude.config import lookup
+from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
 from etude.distributed.parallel import wrap_data_parallel
 from etude.engine.callback import Callback
@@ -20,7 +22,7 @@ from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.optim import AdamW
 from etude.optim.eager import without_compiler
-from etude.optim.groups import NamedParams, names_of
+from etude.optim.groups import NamedParams, names_of, outer_params
 from etude.optim.several import Optimizers, check_shares
 from etude.trainer.arguments import Section, build_named, expect
 from etude.trainer.config import TrainerConfig
@@ -128,9 +130,9 @@ def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> t
         _check_settings(optimizer, config)
         follow_parameters(optimizer)
         return optimizer
-    groups = NamedParams(params, names)
+    groups = NamedParams(params, names, outer_params(model))
     if isinstance(model, GroupsParameters) and len(found := model.parameter_groups()) > 1:
-        groups = NamedParams(found, names)
+        groups = groups.with_items(found)
     chosen = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     given: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     if optimizer is None:
@@ -192,6 +194,9 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
     if isinstance(optimizer, (str, Mapping)):
         section = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer)
         own = {"lr"} if "learning_rate" in section else set(section)
+        if "." in str(section.get("name")):  # a class that is not etude's may have no weight decay
+            takes = parameters_of(lookup("optimizer", section["name"]).factory)[0]
+            settings = {key: value for key, value in settings.items() if key in takes}
         section = {**{key: value for key, value in settings.items() if key not in own}, **section}
         return lambda params: build_named("optimizer", section, "optimizer", params=params)
     is_class = isinstance(optimizer, type)

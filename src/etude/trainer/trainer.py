@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from etude.callbacks.ema import take_averages
+from etude.callbacks.swapped import OptimizerWeights
 from etude.checkpoint import load_model_state
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
@@ -23,6 +24,7 @@ from etude.engine.loop import Loop
 from etude.engine.state import TrainState
 from etude.engine.step_log import StepLog
 from etude.engine.stopping import Interrupts
+from etude.optim.schedule_free import with_modes
 from etude.trainer.arguments import (
     CallbacksLike,
     ConfigLike,
@@ -173,7 +175,8 @@ class Trainer:
         self.output = Output(
             output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config, recipe
         )
-        listed = *own, *self.learning_rate.callbacks, *self.output.callbacks
+        modes = [OptimizerWeights()] if with_modes(self.optimizer) else []
+        listed = *own, *modes, *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
         self.meta = {"model": model_record(self.model), **(meta or {}), **self.callbacks.facts(), **self.task.facts()}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from etude.callbacks.swapped import OptimizerWeights
 from etude.core import Clock, ConfigError, Task
 from etude.core.loader import StatefulLoader
 from etude.core.model import unwrap
@@ -64,6 +65,7 @@ class EngineLoop(EpochLoop):
         self.task = task
         self.accumulator = accumulator
         self.callbacks = callbacks
+        self._modes = OptimizerWeights()
         self.machine = machine
         self.config = config
         self.output = output
@@ -235,7 +237,7 @@ class EngineLoop(EpochLoop):
         )
 
     def _listed(self, *more: Callback) -> CallbackList:
-        return CallbackList((*self.callbacks, *self.output.callbacks, *more), self.control)
+        return CallbackList((*self.callbacks, self._modes, *self.output.callbacks, *more), self.control)
 
     def _drivers(self, scheduler: Any) -> list[Callback]:
         """Return the callbacks that a scheduler needs, the same ones for every epoch."""

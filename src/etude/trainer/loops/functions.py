@@ -200,6 +200,10 @@ class FunctionUpdater:
         """Return that the rate is unknown."""
         return {"lr": self.lr}
 
+    def announcement(self) -> str | None:
+        """Return None: nothing is known about the optimizer."""
+        return None
+
     def send_rates(self) -> None:
         """Unknown: only the function has the learning rate."""
 
