@@ -14,6 +14,7 @@ from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
 from etude.cli.runs import report, runs_app
+from etude.cli.sweep import sweep_app
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -80,6 +81,7 @@ config_app = typer.Typer(help="Show, check and describe experiment configs.", no
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
+app.add_typer(sweep_app, name="sweep")
 
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")

@@ -56,6 +56,8 @@ _HOMES = {
         "models.transformer": "causal_transformer_lm transformer_lm",
     },
     "optimizer": {"optim.optimizers": "adam adamw rmsprop sgd", "optim.several": "several"},
+    "pruner": {"sweep.search": "hyperband median none percentile successive_halving threshold"},
+    "sampler": {"sweep.search": "cmaes gp grid random tpe"},
     "scheduler": {
         "optim.schedules": "constant cosine cosine_annealing cosine_restarts exponential inverse_sqrt linear multistep "
         "one_cycle polynomial product sequence sgdr step step_decay warmup warmup_cosine"

@@ -58,7 +58,7 @@ class AppendFile:
     def _write(self, data: bytes) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _drop_torn_line(self._descriptor)
+            drop_torn_line(self._descriptor)
         size = os.fstat(self._descriptor).st_size
         try:
             written = 0
@@ -142,7 +142,7 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
     return str(value)
 
 
-def _drop_torn_line(descriptor: int) -> None:
+def drop_torn_line(descriptor: int) -> None:
     """Truncate an open file after its last newline: the rest was being written when a process died."""
     size = end = os.lseek(descriptor, 0, os.SEEK_END)
     while end > 0:

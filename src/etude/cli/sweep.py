@@ -1,0 +1,84 @@
+"""The commands about sweeps: `etude sweep FILE`, `etude sweep status`, `best` and `plot`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class SweepCommands(TyperGroup):
+    """The commands; what is none of them is what `run` takes: `etude sweep FILE` is `etude sweep run FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert `run` where no command is named."""
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+sweep_app = typer.Typer(
+    cls=SweepCommands,
+    help="Search for the best settings of an experiment: many runs, chosen by optuna (extra sweep).\n\n"
+    "`etude sweep FILE` is short for `etude sweep run FILE`.",
+    no_args_is_help=True,
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a sweep.")]
+Storage = Annotated[
+    str | None, typer.Option(metavar="URL", help="A database for optuna, instead of a file in the folder.")
+]
+
+
+@sweep_app.command("run")
+def run(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="A sweep file, an experiment, or the folder of a sweep to continue.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUES",
+            help="Values of a config key: 32,64 or 1e-4..1e-1:log or 0..1:0.25. One value is for all trials.",
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Number of trials of the whole sweep [default: all of a grid].")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Trials at the same time [default: 1].")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes of a trial, by torchrun [default: 1].")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of a trial; their mean counts [default: 1].")] = None,
+    metric: Annotated[str | None, typer.Option(help="What is compared [default: the monitored one].")] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max, where the name of the metric does not tell.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="tpe, random, grid, cmaes or gp [default: tpe; grid for lists].")
+    ] = None,
+    pruner: Annotated[
+        str | None,
+        typer.Option(help="none, median, percentile, hyperband, successive_halving or threshold [default: none]."),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Folder of the sweep [default: runs/sweeps/EXPERIMENT/TIME].")
+    ] = None,
+    storage: Storage = None,
+) -> None:
+    """Run a sweep, continue one, or help with one that runs."""
+    from etude.sweep import run_sweep
+    from etude.sweep.table import summary
+
+    options = {"trials": trials, "workers": workers, "nproc": nproc, "seeds": seeds, "metric": metric, "mode": mode}
+    options |= {"sampler": sampler, "pruner": pruner}
+    say = partial(print, flush=True)
+    outcome = run_sweep(source, words or [], run_dir=folder, storage=storage, options=options, say=say)
+    if outcome.status == "interrupted":
+        print(f"stopped; continue with: {outcome.command}", flush=True)
+        raise SystemExit(130)
+    from etude.sweep import SweepFolder
+    from etude.sweep.table import rows_of
+
+    made = SweepFolder(outcome.path, storage)
+    spec = made.read()
+    print("\n".join(summary(rows_of(made, outcome.study, spec), spec, outcome.study)))
+    if outcome.status == "waiting":
+        print("other processes still run trials")
