@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from etude.cli.runs import console_of_runs, draw_curves
+
 
 class SweepCommands(TyperGroup):
     """The commands; what is none of them is what `run` takes: `etude sweep FILE` is `etude sweep run FILE`."""
@@ -82,3 +84,78 @@ def run(
     print("\n".join(summary(rows_of(made, outcome.study, spec), spec, outcome.study)))
     if outcome.status == "waiting":
         print("other processes still run trials")
+
+
+@sweep_app.command("status")
+def status(
+    folder: Folder,
+    storage: Storage = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the trials as JSON.")] = False,
+) -> None:
+    """Show the trials of a sweep, also while it runs: state, value and settings, the best, and when it is done."""
+    sweep, spec, study = _open(folder, storage)
+    from etude.sweep.table import rows_of, status_table, summary
+
+    rows = rows_of(sweep, study, spec)
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    console_of_runs().print(status_table(rows, spec))
+    print("\n".join(summary(rows, spec, study)))
+
+
+@sweep_app.command("best")
+def best(
+    folder: Folder,
+    storage: Storage = None,
+    out: Annotated[Path | None, typer.Option(help="Write the config to this file instead.")] = None,
+) -> None:
+    """Print the config of the best trial, which `etude train` takes."""
+    sweep, spec, study = _open(folder, storage)
+    from etude.sweep.best import best_config
+
+    text = best_config(sweep, spec, study)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        from etude.core.errors import ConfigError
+
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
+    print(f"made {out}; train it with: etude train {out}")
+
+
+@sweep_app.command("plot")
+def plot(
+    folder: Folder,
+    storage: Storage = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a .png, .svg or .pdf instead, with parallel coordinates (extra plot).")
+    ] = None,
+) -> None:
+    """Plot a sweep: the history of its values, and which settings matter."""
+    _, spec, study = _open(folder, storage)
+    from etude.sweep.plot import bars, history, importance, save_pictures
+
+    if out is not None:
+        save_pictures(study, spec, out)
+        print(f"made {out}")
+        return
+    console = console_of_runs()
+    console.print(f"{spec.metric} of the trials, and the best so far", style="bold")
+    draw_curves(console, history(study, spec), ["trial", "best so far"], "trial")
+    if shares := importance(study):
+        print("\n".join(["importance of settings", *bars(shares)]))
+
+
+def _open(path: Path, storage: str | None) -> Any:
+    from etude.sweep import SweepFolder
+
+    folder = SweepFolder(path, storage)
+    spec = folder.read()
+    return folder, spec, folder.study()

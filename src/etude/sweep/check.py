@@ -51,6 +51,7 @@ def _load(spec: SweepSpec, point: "Mapping[str, Any]", document: Document) -> Ex
                 place = document.place(f"{section}.{key}").replace(f"{COMMAND_LINE}: {section}.", f"{COMMAND_LINE}: ")
                 begin = f"{COMMAND_LINE}: {key}"
                 lines = [
-                    place + line[len(begin) :] if line.startswith((f"{begin}:", f"{begin}.")) else line for line in lines
+                    place + line[len(begin) :] if line.startswith((f"{begin}:", f"{begin}.")) else line
+                    for line in lines
                 ]
         raise ConfigError("\n".join(lines)) from None

@@ -65,7 +65,9 @@ class SweepFolder:
     def _check(self, spec: SweepSpec, config: str) -> None:
         before, now = self.read().identity(), spec.identity()
         if changed := [key for key in now if now[key] != before[key]]:
-            raise RunFolderError(f"{self.path} holds another sweep ({', '.join(changed)} differ); choose another --dir")
+            raise RunFolderError(
+                f"{self.path} holds another sweep ({', '.join(changed)} differ); choose another --dir"
+            )
         if self.experiment_path.read_text(encoding="utf-8") != config:
             raise RunFolderError(
                 f"{spec.experiment} has changed since the sweep in {self.path} began (its config was "
@@ -89,14 +91,16 @@ class SweepFolder:
             storage = self.storage or optuna.storages.JournalStorage(self._journal())
             name = self.path.resolve().name
             if mode is None:
-                return optuna.load_study(study_name=name, storage=storage)
-            return optuna.create_study(
-                study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
-            )
+                study: Study = optuna.load_study(study_name=name, storage=storage)
+            else:
+                study = optuna.create_study(
+                    study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
+                )
         except Exception as error:  # of optuna, SQLAlchemy or the driver of a database
             where = "--storage" if self.storage else self.journal_path
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"{where}: cannot open the study: {shorten(lines[0], 200)}") from error
+        return study
 
     def _journal(self) -> Any:
         from optuna.storages.journal import JournalFileBackend

@@ -51,7 +51,12 @@ def start_run(
         command[-2:] = ["train", experiment, *overrides, "--run-dir", str(run_dir)]
     with log.open("ab") as file:
         return subprocess.Popen(
-            [*command, "-q"], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            [*command, "-q"],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
         )
 
 

@@ -1,14 +1,13 @@
 """Running a sweep: trials are asked of optuna, trained in processes of their own, watched, and reported back."""
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from etude.core.errors import ConfigError, RunFolderError, TrainingError
+from etude.core.errors import ConfigError, TrainingError
 from etude.core.files import FolderLock, LockHeld
 from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
@@ -97,6 +96,7 @@ class _Sweep:
         self.folder, self.spec, self.study, self.config, self.say = folder, spec, study, config, say
         self.running: list[RunningTrial] = []
         self.failures = 0
+        self.has_succeeded = False
         self.num_devices = _num_devices(config.training.device)
 
     def run(self) -> SweepOutcome:
@@ -111,8 +111,11 @@ class _Sweep:
                     for one in [*self.running]:
                         self._look(one)
                 self._stop()
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"earlier checkpoints are intact; continue with: {self._command()}")
+            raise
         finally:
-            for one in self.running:
+            for one in [*self.running]:
                 if one.process is not None:
                     one.process.kill()
                 self._release(one)
@@ -123,10 +126,11 @@ class _Sweep:
 
         elsewhere = any(trial.state == TrialState.RUNNING for trial in self._trials())
         status = "interrupted" if interrupts.requested else "waiting" if elsewhere else "finished"
-        option = " --storage URL" if self.folder.storage else ""
-        return SweepOutcome(
-            self.folder.path, status, self.study, f"etude sweep {quote(str(self.folder.path))}{option}"
-        )
+        return SweepOutcome(self.folder.path, status, self.study, self._command())
+
+    def _command(self) -> str:
+        option = " --storage URL" if self.folder.storage else ""  # it may hold a password
+        return f"etude sweep {quote(str(self.folder.path))}{option}"
 
     def _stop(self) -> None:
         """Ask the running trials to save, and wait until they have."""
@@ -248,13 +252,14 @@ class _Sweep:
         ended = self.study.tell(one.trial, value, state)
         self._release(one)
         self.say(line_of(ended, self.study, self.spec))
-        self.failures = self.failures + 1 if failed else -(10**9)
-        if self.failures >= MAX_FAILURES:
+        self.failures += bool(failed)
+        self.has_succeeded |= not failed
+        if self.failures >= MAX_FAILURES and not self.has_succeeded:
             self._stop()
             raise TrainingError(f"the first {self.failures} trials failed, so the sweep ends; the last: {failed}")
 
     def _release(self, one: RunningTrial) -> None:
-        self.running.remove(one) if one in self.running else None
+        self.running.remove(one)
         one.lock.__exit__(None, None, None)
 
 

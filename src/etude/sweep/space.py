@@ -26,7 +26,7 @@ from etude.sweep.spec import Range, SweepSpec, text_of
 def distribution(values: Range | list[Any]) -> BaseDistribution:
     """Return the distribution of a key of the space."""
     if isinstance(values, list):
-        return CategoricalDistribution(_labels(values))
+        return CategoricalDistribution(labels_of(values))
     if values.is_whole:
         return IntDistribution(int(values.low), int(values.high), values.log, int(values.step or 1))
     return FloatDistribution(float(values.low), float(values.high), values.log, values.step)
@@ -37,7 +37,7 @@ def values_of(spec: SweepSpec, params: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, values in spec.space.items():
         param = params[key]
-        found[key] = values[_labels(values).index(param)] if isinstance(values, list) else param
+        found[key] = values[labels_of(values).index(param)] if isinstance(values, list) else param
     return found
 
 
@@ -53,7 +53,7 @@ def ask(study: Study, spec: SweepSpec) -> Trial:
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.sampler = _built(spec.sampler, "sampler", "grid" if spec.is_grid else "tpe", seed=seed)
         if spec.is_grid and not any(trial.state == TrialState.WAITING for trial in trials):
-            labels = [_labels(values) for values in spec.space.values() if isinstance(values, list)]
+            labels = [labels_of(values) for values in spec.space.values() if isinstance(values, list)]
             point = next(itertools.islice(itertools.product(*labels), len(trials), None))
             study.enqueue_trial(dict(zip(spec.space, point, strict=True)))
         return study.ask({key: distribution(values) for key, values in spec.space.items()})
@@ -74,7 +74,7 @@ def _built(selection: Selection | None, kind: str, default: str, **provided: Any
     return build_selection(selection or Selection(lookup(kind, default)), path=kind, provided=provided)
 
 
-def _labels(values: list[Any]) -> list[Any]:
+def labels_of(values: list[Any]) -> list[Any]:
     """Return choices for optuna, which knows single values only and finds them by equality: 1 is true for it."""
     plain = all(one is None or isinstance(one, (str, int, float)) for one in values)
     return values if plain and len(set(values)) == len(values) else [text_of(one) for one in values]

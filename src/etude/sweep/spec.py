@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Gt
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from etude.config import Document, Section, SectionModel, Selection, dump_yaml, find_config, read_config
 from etude.config.dialect import parse_value
@@ -77,7 +77,7 @@ class SweepSpec(SectionModel):
     """Runs of a trial, from training.seed on; their mean is its value."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the sampler."""
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field(default_factory=dict)
     """Config key → value for all trials."""
 
     @model_validator(mode="after")

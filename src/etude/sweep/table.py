@@ -46,7 +46,9 @@ def line_of(trial: FrozenTrial, study: "Study", spec: SweepSpec) -> str:
         return f"trial {trial.number}  failed: {trial.user_attrs.get('error', '')}  {params}"
     if trial.state == TrialState.PRUNED:
         count = len(trial.intermediate_values)
-        return f"trial {trial.number}  pruned after {count} value{'s' * (count != 1)} of {spec.metric}  {params}{taken}"
+        return (
+            f"trial {trial.number}  pruned after {count} value{'s' * (count != 1)} of {spec.metric}  {params}{taken}"
+        )
     best = best_trial(study)
     mark = "  (best)" if best is not None and best.number == trial.number else ""
     return f"trial {trial.number}  {spec.metric} {_short(trial.value)}  {params}{taken}{mark}"
@@ -80,7 +82,15 @@ def status_table(rows: list[Row], spec: SweepSpec) -> Table:
     """Return the trials as a table."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     messages = any(row.message for row in rows)
-    for title in ("trial", "state", spec.metric or "", "done", "time", *spec.space, *(["message"] if messages else [])):
+    for title in (
+        "trial",
+        "state",
+        spec.metric or "",
+        "done",
+        "time",
+        *spec.space,
+        *(["message"] if messages else []),
+    ):
         table.add_column(title, overflow="fold")
     for row in rows:
         done = f"{row.progress:.0%}" if row.progress is not None else ""

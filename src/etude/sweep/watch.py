@@ -107,7 +107,7 @@ class RunningTrial:
         if not finite:
             return f"{self._metric} was never finite"
         self.results.append(self._best(finite))
-        self.process, self.kills = None, 0
+        self.process, self.kills, self.is_pruned = None, 0, False
         if len(self.results) < len(self.runs):
             self.reader = MetricReader(self.run, self._metric)
         return ""
