@@ -73,16 +73,17 @@ def run_sweep(
         start_server()  # it imports torch while this process does
     from etude.monitor import default_run_dir
     from etude.sweep.check import check_sweep, judged_by
-    from etude.sweep.space import set_pruner
+    from etude.sweep.space import pruner_of
 
     config = check_sweep(spec, document)
     spec.experiment = str(config.path.resolve()) if config.path else spec.experiment
     spec.metric, spec.mode = judged_by(spec, config, document)
+    pruner = pruner_of(spec)
     path = Path(source) if is_folder else Path(run_dir or default_run_dir(f"sweeps/{config.name}"))
     folder = SweepFolder(path, storage)
     folder.begin(spec, config.to_yaml())
     study = folder.study(spec.mode)
-    set_pruner(study, spec)
+    study.pruner = pruner
     say(f"sweep of {config.name}: {spec.num_trials} trials for {spec.metric}; folder {path}")
     return _Sweep(folder, spec, study, config, say).run()
 

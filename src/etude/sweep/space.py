@@ -15,6 +15,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.exceptions import ExperimentalWarning
+from optuna.pruners import BasePruner
 from optuna.trial import TrialState
 
 from etude.config import Selection, build_selection, lookup
@@ -56,18 +57,23 @@ def ask(study: Study, spec: SweepSpec) -> Trial:
             labels = [labels_of(values) for values in spec.space.values() if isinstance(values, list)]
             point = next(itertools.islice(itertools.product(*labels), len(trials), None))
             study.enqueue_trial(dict(zip(spec.space, point, strict=True)))
-        return study.ask({key: distribution(values) for key, values in spec.space.items()})
+        space = {key: distribution(values) for key, values in spec.space.items()}
+        try:
+            return study.ask(space)
+        except (ValueError, TypeError, ArithmeticError, ImportError) as error:  # arguments that it did not check
+            raise ConfigError(f"sampler: optuna cannot choose a trial: {type(error).__name__}: {error}") from error
 
 
-def set_pruner(study: Study, spec: SweepSpec) -> None:
-    """Give a study its pruner, and check that the sampler can be built."""
+def pruner_of(spec: SweepSpec) -> BasePruner:
+    """Return the pruner of a sweep, and check that its sampler can be built."""
     name = spec.sampler.component.name if spec.sampler is not None else "tpe"
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         raise ConfigError(f"sampler '{name}' needs {NEEDS[name]}: pip install {NEEDS[name]}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        study.pruner = _built(spec.pruner, "pruner", "none")
         _built(spec.sampler, "sampler", "tpe", seed=0)
+        pruner: BasePruner = _built(spec.pruner, "pruner", "none")
+        return pruner
 
 
 def _built(selection: Selection | None, kind: str, default: str, **provided: Any) -> Any:

@@ -85,19 +85,25 @@ class RunningTrial:
     def report(self) -> None:
         """Tell optuna the new values of the first run, and stop it if the pruner says so.
 
-        The step of a value is its number, from 1 on: with another batch size, the steps of training are others.
+        The step of a value is its number, from 0 on: with another batch size, the steps of training are others.
         """
         values = self.reader.read()
         if self.results or self.is_pruned:
             return
-        for number, value in enumerate(values, 1):
+        for number, value in enumerate(values):
             if number not in self._reported and math.isfinite(value):
                 self._reported[number] = value
                 self.trial.report(value, number)
-                if self.trial.should_prune() and self.process is not None:
+                if self._should_prune() and self.process is not None:
                     self.is_pruned = True
                     self.process.terminate()
                     return
+
+    def _should_prune(self) -> bool:
+        try:
+            return self.trial.should_prune()
+        except (ValueError, TypeError, ArithmeticError) as error:  # arguments that it did not check
+            raise ConfigError(f"pruner: optuna cannot decide: {type(error).__name__}: {error}") from error
 
     def finish_run(self) -> str:
         """Record the best value of a finished run and go on to the next; return why there is none, or nothing."""
