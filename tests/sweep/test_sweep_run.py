@@ -143,6 +143,13 @@ def test_a_failed_trial_is_recorded_with_its_reason_and_the_others_go_on(etude, 
     assert "Traceback" not in log
 
 
+def test_a_trial_that_diverges_is_a_failed_one(etude, points):
+    done = etude("sweep", points, "optimizer.lr=1e30,0.01", "optimizer.name=sgd", "--dir", "s")
+    assert done.code == 0, done.err
+    assert [trial.state for trial in trials()] == [FAIL, COMPLETE]
+    assert "finite" in trials()[0].user_attrs["error"]
+
+
 def test_a_sweep_in_which_everything_fails_ends(etude, points):
     done = etude("sweep", points, "model.in_features=5,6,7,9,10,11", "--dir", "s")
     assert "the first 3 trials failed" in done.error

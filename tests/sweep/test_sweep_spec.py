@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from etude.config.overrides import parse_override
 from etude.sweep.launch import devices_of
 from etude.sweep.space import distribution, labels_of, values_of
-from etude.sweep.spec import Range, override, read_spec
+from etude.sweep.spec import Range, SweepSpec, override, read_spec
 
 SWEEP = "experiment: points.yaml\nspace:\n  optimizer.lr: {low: 1e-4, high: 1e-1, log: true}\ntrials: 3\n"
 
@@ -59,13 +59,11 @@ def test_a_value_arrives_in_a_trial_as_it_was_written(value):
 
 @given(st.lists(VALUES, min_size=1, max_size=5, unique_by=lambda one: override("", one)))
 def test_choices_come_back_from_optuna(values):
-    class Spec:
-        space = {"key": values}
-
+    spec = SweepSpec.model_construct(space={"key": values})
     choices = distribution(values).choices
     assert len(choices) == len(values)
     found = [
-        values_of(Spec, {"key": distribution(values).to_external_repr(place)})["key"] for place in range(len(values))
+        values_of(spec, {"key": distribution(values).to_external_repr(place)})["key"] for place in range(len(values))
     ]
     assert [override("", one) for one in found] == [override("", one) for one in values]
     assert labels_of([1, True]) == ["1", "true"]

@@ -20,7 +20,6 @@ from etude.sweep.spec import SPEC, SweepSpec, read_spec
 
 if TYPE_CHECKING:
     from optuna import Study
-    from optuna.trial import FrozenTrial
 
 _OWNER = ".sweep"
 """File in the folder of a trial, locked by the process that runs it."""
@@ -118,7 +117,10 @@ class SweepFolder:
         return [path] if seeds == 1 else [path / f"seed-{seed}" for seed in range(seeds)]
 
     def own(self, number: int) -> FolderLock | None:
-        """Take a trial: return the lock that other processes see while it runs here, None if another one runs it."""
+        """Take a trial: return the lock that other processes see while it runs here, None if another one runs it.
+
+        The caller holds the lock of the sweep.
+        """
         path = self.trial_path(number)
         path.mkdir(exist_ok=True)
         lock = FolderLock(path / _OWNER, keep=False)
@@ -127,12 +129,16 @@ class SweepFolder:
         except LockHeld:
             return None
 
-    def is_owned(self, trial: "FrozenTrial") -> bool:
+    def is_owned(self, number: int) -> bool:
         """Whether a process runs this trial now; if not, any may continue it."""
-        if not (self.trial_path(trial.number) / _OWNER).exists():
+        if not (self.trial_path(number) / _OWNER).exists():
             return False
-        if (lock := self.own(trial.number)) is not None:
-            lock.__exit__(None, None, None)
+        try:
+            with self.locked():
+                if (lock := self.own(number)) is not None:
+                    lock.__exit__(None, None, None)
+        except OSError:  # a folder that can only be read
+            return True
         return lock is None
 
     def has(self, number: int) -> bool:

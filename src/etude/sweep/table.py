@@ -65,7 +65,7 @@ def _row(folder: SweepFolder, trial: FrozenTrial, spec: SweepSpec) -> Row:
     duration = None if trial.duration is None else trial.duration.total_seconds()
     row = Row(trial.number, state, trial.value, None, duration, trial.params, trial.user_attrs.get("error", ""))
     if trial.state == TrialState.RUNNING:
-        row.state = "running" if folder.is_owned(trial) or not folder.has(trial.number) else "stopped"
+        row.state = "running" if folder.is_owned(trial.number) or not folder.has(trial.number) else "stopped"
         shares = [_progress(run) for run in folder.runs(trial.number, spec.seeds)]
         row.progress = sum(shares) / len(shares)
         values = trial.intermediate_values.values()
