@@ -79,7 +79,9 @@ def test_a_grid_tries_every_combination_once_in_order(etude, points):
         (one["model"]["hidden"], one["training"]["drop_last"], (one["scheduler"] or {}).get("name")) for one in found
     ] == expected
     assert len(trials()) == 8
-    assert etude("sweep", "s").out.splitlines()[1].startswith("8 of 8 trials")
+    Path("s").rename("moved")
+    again = etude("sweep", "moved", "--trials", 20)  # there are no more combinations
+    assert again.out.splitlines()[1] == "8 of 8 trials: 8 complete", again.err
 
 
 def test_a_sweep_in_two_parts_tries_what_one_in_one_part_does(etude, points):

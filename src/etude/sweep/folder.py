@@ -88,7 +88,7 @@ class SweepFolder:
             )
         try:
             storage = self.storage or optuna.storages.JournalStorage(self._journal())
-            name = self.path.resolve().name
+            name = self.path.resolve().name if self.storage else "sweep"
             if mode is None:
                 study: Study = optuna.load_study(study_name=name, storage=storage)
             else:

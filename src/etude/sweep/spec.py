@@ -112,7 +112,9 @@ class SweepSpec(SectionModel):
     def identity(self) -> dict[str, Any]:
         """Return what must stay the same when a sweep is continued, as plain data."""
         kept = {name: getattr(self, name) for name in type(self).model_fields if name not in ("trials", "workers")}
-        return {name: _section(value) for name, value in kept.items()}
+        found = {name: _section(value) for name, value in kept.items()}
+        # named, so that a grid stays one when it is continued with a number of trials
+        return {**found, "sampler": found["sampler"] or {"name": "grid" if self.is_grid else "tpe"}}
 
     def to_yaml(self) -> str:
         """Return the sweep file that continues this sweep."""
