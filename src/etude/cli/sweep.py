@@ -67,7 +67,6 @@ def run(
 ) -> None:
     """Run a sweep, continue one, or help with one that runs."""
     from etude.sweep import run_sweep
-    from etude.sweep.table import summary
 
     options = {"trials": trials, "workers": workers, "nproc": nproc, "seeds": seeds, "metric": metric, "mode": mode}
     options |= {"sampler": sampler, "pruner": pruner}
@@ -76,12 +75,10 @@ def run(
     if outcome.status == "interrupted":
         print(f"stopped; continue with: {outcome.command}", flush=True)
         raise SystemExit(130)
-    from etude.sweep import SweepFolder
-    from etude.sweep.table import rows_of
+    from etude.sweep.table import rows_of, summary
 
-    made = SweepFolder(outcome.path, storage)
-    spec = made.read()
-    print("\n".join(summary(rows_of(made, outcome.study, spec), spec, outcome.study)))
+    sweep, spec, study = _open(outcome.path, storage)
+    print("\n".join(summary(rows_of(sweep, study, spec), spec, study)))
     if outcome.status == "waiting":
         print("other processes still run trials")
 

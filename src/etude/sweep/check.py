@@ -1,6 +1,7 @@
 """Checking a sweep before its first trial: every key and value fits the config of the experiment."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 from etude.config import Document
 from etude.config.document import COMMAND_LINE
@@ -8,10 +9,6 @@ from etude.core.errors import ConfigError
 from etude.core.monitor import Mode, mode_of
 from etude.experiment import ExperimentConfig, check_experiment, load_experiment_config
 from etude.sweep.spec import SweepSpec, candidates, override
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
 
 
 def check_sweep(spec: SweepSpec, document: Document) -> ExperimentConfig:
@@ -39,7 +36,7 @@ def fixed_overrides(spec: SweepSpec) -> list[str]:
     return [override(key, value) for key, value in spec.overrides.items()]
 
 
-def _load(spec: SweepSpec, point: "Mapping[str, Any]", document: Document) -> ExperimentConfig:
+def _load(spec: SweepSpec, point: Mapping[str, Any], document: Document) -> ExperimentConfig:
     """Load the experiment with one point of the space; a mistake names its place in the sweep file."""
     try:
         overrides = [*fixed_overrides(spec), *(override(key, value) for key, value in point.items())]

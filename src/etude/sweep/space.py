@@ -51,7 +51,7 @@ def ask(study: Study, spec: SweepSpec) -> Trial:
     trials = study.get_trials(deepcopy=False)
     seed = random.Random(f"{spec.seed}/{len(trials)}").getrandbits(32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
+        warnings.simplefilter("ignore")  # of experimental arguments, and of steps that do not end at `high`
         study.sampler = _built(spec.sampler, "sampler", "grid" if spec.is_grid else "tpe", seed=seed)
         if spec.is_grid and not any(trial.state == TrialState.WAITING for trial in trials):
             labels = [labels_of(values) for values in spec.space.values() if isinstance(values, list)]
