@@ -17,6 +17,7 @@ from etude.cli.process import WarningLines, errors_in_words, is_main, signals_st
 from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
 from etude.cli.schedule import schedule_app
+from etude.cli.sweep import sweep_app
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -84,6 +85,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
 app.add_typer(schedule_app, name="schedule")
+app.add_typer(sweep_app, name="sweep")
 
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")

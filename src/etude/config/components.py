@@ -66,6 +66,8 @@ _HOMES = {
         "optim.several": "several",
         "optim.wrappers": "lookahead sam",
     },
+    "pruner": {"sweep.search": "hyperband median none percentile successive_halving threshold"},
+    "sampler": {"sweep.search": "cmaes gp grid random tpe"},
     "scheduler": {
         "callbacks.reduce_on_plateau": "plateau",
         "optim.cooldowns": "cooldown wsd",
