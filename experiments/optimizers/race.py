@@ -123,8 +123,9 @@ def read(folder: Path, run: tuple[str, str, float, int]) -> Result:
     """Return the curve of a run folder. Time spent validating and saving is not counted."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = {one["step"]: one for one in records if one["split"] == "val"}
-    rates = [one["batches_per_s"] for one in records if one["split"] == "train" and "batches_per_s" in one]
-    per_step = 1 / statistics.median(rates)
+    logged = [one for one in records if one["split"] == "train" and "samples_per_s" in one]
+    batch_size = logged[0]["samples"] / logged[0]["step"]
+    per_step = batch_size / statistics.median(one["samples_per_s"] for one in logged)
     steps = sorted(losses)
     return Result(
         *run,

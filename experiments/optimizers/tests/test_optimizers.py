@@ -36,9 +36,9 @@ def test_budgets_are_equal_and_all_configs_are_valid(name):
 
 def test_curves_are_read_from_a_run_folder(tmp_path):
     records = [
-        {"step": 10, "split": "train", "batches_per_s": 4.0},
+        {"step": 10, "split": "train", "samples": 80, "samples_per_s": 32.0},
         {"step": 10, "split": "val", "val_loss": 2.0, "val_accuracy": 0.5},
-        {"step": 20, "split": "train", "batches_per_s": 4.0},
+        {"step": 20, "split": "train", "samples": 160, "samples_per_s": 32.0},
         {"step": 20, "split": "val", "val_loss": 1.0, "val_accuracy": 0.75},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
