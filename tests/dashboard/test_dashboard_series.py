@@ -242,3 +242,21 @@ def test_a_long_line_that_is_being_written_is_not_waited_for(tmp_path, monkeypat
         assert store._thread is None  # nothing is left for the background
     finally:
         store.close()
+
+
+def test_short_runs_that_a_request_had_no_time_for_are_not_called_complete(tmp_path):
+    ready: list[str] = []
+    store = Store(on_exact=ready.append)
+    folders = [make_run(tmp_path / f"{n}", [train(step, loss=1.0) for step in range(1, 301)]) for n in range(3)]
+    known = [(one.name, store.get(one.name, one, Run(one.name, one).read_facts)) for one in folders]
+    try:
+        store.read(known, patience_s=0.0)
+        first = [chart(series) for _, series in known]
+        while len(ready) < len(known):
+            pass
+        after = [chart(series) for _, series in known]
+    finally:
+        store.close()
+    assert all(one["exact"] or one["cursor"] == 0 for one in first)
+    assert all(one["count"] == 300 for one in first if one["exact"])
+    assert [(one["exact"], one["count"]) for one in after] == [(True, 300)] * 3
