@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from page_browser import Server, expect, hover, hover_until, open_at, plot, values
+from page_browser import Server, drag, expect, hover, hover_until, open_at, plot, values, zoom_of
 from page_runs import START, make, train_record, write_lines
 
 
@@ -159,6 +159,78 @@ def test_a_phone_goes_from_list_to_curves(page, server):
     page.locator('#list [data-run="sweep/rate0.3-seed0"] input').check()
     page.get_by_role("tab", name="Curves").click()
     assert "mlp" in hover(page, plot(page), 0.5)
+
+
+def test_two_fingers_zoom_and_move(page, server):
+    open_at(page, server, "sweep/rate0.1-seed0")
+    box = plot(page).bounding_box()
+    device = page.context.new_cdp_session(page)
+    device.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+
+    def touch(kind, *shares):
+        points = [
+            {"x": box["x"] + share * box["width"], "y": box["y"] + 60, "id": number}
+            for number, share in enumerate(shares)
+        ]
+        device.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", 0.4, 0.6)
+    for spread in (0.1, 0.15, 0.2, 0.25):
+        touch("touchMove", 0.5 - spread, 0.5 + spread)
+    touch("touchMove", 0.15, 0.65)  # both to the left: later steps come in
+    touch("touchEnd")
+    page.wait_for_timeout(300)  # the address is written a moment later
+    low, high = zoom_of(page)
+    assert high - low == pytest.approx(399 * 0.2 / 0.5, rel=0.05)
+    assert (low + high) / 2 == pytest.approx(200.5 + 0.1 * (high - low), abs=3)
+    assert page.evaluate("visualViewport.scale") == 1
+
+
+def test_curves_of_which_some_points_came_first_are_asked_for_again(page, server):
+    whole = []
+
+    def some_points(route):
+        answer = route.fetch()
+        found = answer.json()
+        whole.append(len(found["series"][0]["x"]))
+        for one in found["series"] if len(whole) == 1 else ():
+            one |= {name: one[name][::50] for name in ("x", "min", "max", "last")} | {"exact": False}
+        route.fulfill(response=answer, json=found)
+
+    page.route(re.compile(r"api/series.*name=loss&"), some_points)
+    open_at(page, server, "sweep/rate0.1-seed0")
+    plot(page)
+    curve = (
+        "import('/static/series.js').then((one) => one.curve('sweep/rate0.1-seed0', 'train', 'loss').full.x.length)"
+    )
+    assert page.evaluate(curve) == whole[0] / 50
+    while page.evaluate(curve) != whole[0]:  # nobody says that the server has read the file: it had before
+        page.wait_for_timeout(50)
+    assert len(whole) == 2
+
+
+def test_many_lines_are_one_pixel_wide(page, tmp_path):
+    for number in range(20):
+        make(tmp_path, f"run{number:02d}", seed=number, steps=3000)
+    server = Server(tmp_path)
+    widths = """() => {
+        const stroke = CanvasRenderingContext2D.prototype.stroke;
+        globalThis.widths = new Set();
+        CanvasRenderingContext2D.prototype.stroke = function () {
+            if (this.strokeStyle !== "#000000" && this.canvas.closest("[data-chart=loss]")) widths.add(this.lineWidth);
+            return stroke.call(this);
+        };
+    }"""
+    try:
+        open_at(page, server, *(f"run{number:02d}" for number in range(20)))
+        over = plot(page)
+        page.evaluate(widths)
+        drag(page, over, 0.2, 0.9)
+        page.wait_for_timeout(300)
+        assert set(page.evaluate("[...widths]")) == {1}
+    finally:
+        page.goto("about:blank")
+        server.stop()
 
 
 def test_two_hundred_runs_are_few_rows(page, tmp_path):

@@ -11,7 +11,7 @@ const MANY = 16; // lines, above which they are one pixel wide: without a GPU th
 /** Draw lines; each has a set, a color, maybe a dash, and `dim` if another one is pointed at. */
 export function drawLines(ctx, g, lines, { smooth = 0 } = {}) {
   clipped(ctx, g, () => {
-    for (const line of lines) if (!line.set.raw) drawBand(ctx, g, line);
+    for (const line of lines) if (!line.set.raw) (lines.length > MANY ? drawSpans : drawBand)(ctx, g, line);
     for (const line of lines) drawLine(ctx, g, line, smooth, lines.length > MANY);
     for (const line of lines) drawNonfinite(ctx, g, line);
   });
@@ -46,6 +46,23 @@ function drawBand(ctx, g, { set, color, dim }) {
     ctx.fill();
     start = -1;
   }
+  ctx.globalAlpha = 1;
+}
+
+/** Draw a band as thin upright lines. */
+function drawSpans(ctx, g, { set, color, dim }) {
+  const [first, last] = ends(set, g.range);
+  ctx.globalAlpha = dim ? 0.1 : 0.35;
+  ctx.strokeStyle = color;
+  ctx.lineWidth = 1;
+  ctx.beginPath();
+  for (let i = first; i <= last; i++) {
+    if (set.min[i] == null || set.min[i] === set.max[i]) continue;
+    const x = g.x(set.x[i]);
+    ctx.moveTo(x, g.y(set.min[i]));
+    ctx.lineTo(x, g.y(set.max[i]));
+  }
+  ctx.stroke();
   ctx.globalAlpha = 1;
 }
 
