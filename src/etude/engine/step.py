@@ -15,7 +15,7 @@ from etude.core.arguments import as_whole
 from etude.core.buffers import BufferGuard
 from etude.core.task import as_task
 from etude.distributed import World
-from etude.engine.callback import Gradients
+from etude.engine.callback import Callback, Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import MixedPrecision
@@ -58,8 +58,8 @@ class Step:
         """Receives information for the user about how steps are run; not a warning."""
         self.warn: Callable[[str], None] = logger.warning
         """Receives a message about a failure that does not stop training."""
-        self.watchers: Sequence[tuple[int, Callable[[Gradients], None]]] = ()
-        """Functions that are called with the gradients of every N-th step before they are applied, each with its N."""
+        self.watchers: Sequence[Callback] = ()
+        """Callbacks that look at the gradients of some steps before they are applied."""
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
         """Called with `skipped` at the end of every step, on the device."""
         self._buffers = BufferGuard(model)
@@ -99,9 +99,9 @@ class Step:
                 self.task.observe(batch)
                 objective.backward(terms)
         count = objective.finish()
-        for every, watch in self.watchers:
-            if self.clock.step % every == 0:
-                watch(Gradients(self.model, updater.params, count, self.precision))
+        for one in self.watchers:
+            if one.wants_gradients(self.clock.step):
+                one.on_gradients(Gradients(self.model, updater.params, count, self.precision))
         divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
         norm, skipped = updater.apply(divisor)
         objective.after_update()
