@@ -11,6 +11,7 @@ from etude.dashboard import series as module
 from etude.dashboard.catalogue import Run
 from etude.dashboard.series import RunSeries
 from etude.dashboard.store import Store
+from etude.dashboard.tail import Tail
 
 
 def opened(folder) -> RunSeries:
@@ -260,3 +261,32 @@ def test_short_runs_that_a_request_had_no_time_for_are_not_called_complete(tmp_p
     assert all(one["exact"] or one["cursor"] == 0 for one in first)
     assert all(one["count"] == 300 for one in first if one["exact"])
     assert [(one["exact"], one["count"]) for one in after] == [(True, 300)] * 3
+
+
+def test_a_tail_opens_a_file_only_when_it_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.dashboard.tail.MOST_BEHIND", 60)
+    monkeypatch.setattr("etude.monitor.reading.MOST_BYTES", 200)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("1\n")
+    tail, opened = Tail(path), []
+    read = tail.lines
+    monkeypatch.setattr(tail, "lines", lambda most: opened.append(most) or read(most))
+
+    def polled(times=8):
+        opened.clear()
+        return b"".join(tail.new_lines() for _ in range(times))
+
+    assert (polled(), len(opened)) == (b"", 1)
+    assert (polled(), len(opened)) == (b"", 0)
+    with path.open("a") as file:
+        file.write("2\n3")
+        file.flush()
+        assert polled() == b"2\n"
+        file.write(f"3\n{'x' * 900}\n4\n")  # a line that is too long, and one after it
+    assert polled(40) == b"33\n4\n"
+    assert (polled(), len(opened)) == (b"", 0)
+    other = tmp_path / "other"
+    other.write_bytes(path.read_bytes())
+    other.rename(path)
+    assert polled() != b""
+    assert tail.is_replaced
