@@ -1,6 +1,5 @@
 """The end of a growing file of JSON lines, opened only when the file has changed."""
 
-import os
 from pathlib import Path
 
 from etude.monitor.jsonl import last_line_end
@@ -25,7 +24,7 @@ class Tail(Follower):
     def new_lines(self) -> bytes:
         """Return new whole lines."""
         try:
-            facts = os.stat(self.path)
+            facts = self.path.stat()
         except OSError:
             return b""
         seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
