@@ -61,6 +61,28 @@ def test_points_written_while_a_curve_is_fetched_are_not_lost(page, live):
     hover_until(page, "loss", 0.9995, r"step 101\b.*\s8\b")
 
 
+def test_a_curve_that_is_older_than_another_misses_nothing(page, live):
+    server, folder = live
+    written = []
+
+    def old(route):
+        answer = route.fetch()
+        write_lines(folder / "metrics.jsonl", [train_record(101, 8.0)], "a")
+        written.append(True)
+        page.wait_for_timeout(1500)  # the stream has begun after the point, for the other curve has it
+        route.fulfill(response=answer)
+
+    def new(route):
+        while not written:
+            page.wait_for_timeout(20)
+        route.continue_()
+
+    page.route("**/api/series?*name=loss&*", old, times=1)
+    page.route(re.compile(r"api/series\?.*name=(?!loss&)"), new)
+    open_at(page, server)
+    hover_until(page, "loss", 0.9995, r"step 101\b.*\s8\b")
+
+
 def test_new_events_and_runs_appear(page, live, tmp_path):
     server, folder = live
     open_at(page, server, tab="run", focus="now")
