@@ -4,6 +4,7 @@ Files that pages link to, configs or sources, are part of the site as they are. 
 the names that the rooms offer.
 """
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -98,12 +99,20 @@ def _page(room, names, home):
 def _names(module):
     """Return the classes and functions that a module offers, and where they are defined."""
     found = {}
-    for name in sorted(getattr(module, "__all__", ())):
+    for name in sorted(getattr(module, "__all__", None) or _exported(module)):
         value = getattr(module, name)
         source = getattr(value, "__module__", None)
         if isinstance(source, str) and source.startswith("etude") and getattr(value, "__qualname__", "") == name:
             found[name] = f"{source}.{name}"
     return found
+
+
+def _exported(module):
+    """Return the names that a package imports as themselves, `from etude.models.mlp import MLP as MLP`."""
+    imports = [
+        one for one in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(one, ast.ImportFrom)
+    ]
+    return [one.name for node in imports for one in node.names if one.asname == one.name]
 
 
 def _own(file):

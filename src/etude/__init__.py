@@ -10,12 +10,16 @@ from etude.lazy import drop_missing, load_late, package_version
 if TYPE_CHECKING:
     from etude.callbacks import (
         CSVLogger,
+        DeviceStats as DeviceStats,
         EarlyStopping,
         GradientMonitor,
+        LearningRateMonitor as LearningRateMonitor,
         LRSchedule as LRSchedule,
         MLflowLogger as MLflowLogger,
         ModelCheckpoint,
+        NaNDebugger as NaNDebugger,
         OpenTelemetryLogger as OpenTelemetryLogger,
+        Profiler as Profiler,
         ProgressDisplay as ProgressDisplay,
         PrometheusExporter as PrometheusExporter,
         Telemetry as Telemetry,
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     from etude.experiment import (
         create_model_config as create_model_config,
         create_trainer_config as create_trainer_config,
+        find_lr,
         load_config as load_config,
         load_experiment_config,
         load_model,
@@ -144,6 +149,7 @@ __all__ = [
     "TrainerConfig",
     "TrainingLoop",
     "ValidationLoop",
+    "find_lr",
     "load_experiment_config",
     "load_model",
     "register",

@@ -248,7 +248,7 @@ def test_meaningful(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("loader", ["--rounds=1", "--samples=2000"]), ("optim", ["--rounds=1"])]
+    ("name", "arguments"), [("loader", ["--rounds=1", "--samples=2000"]), ("optim", ["--quick"])]
 )
 def test_others(name, arguments):
     done = run_python("-m", f"benchmarks.{name}", *arguments, cwd=ROOT)

@@ -103,12 +103,6 @@ def test_steps_may_have_different_tasks_in_any_order():
     assert {name for name in numbers if "cosine" in name} == {f"grad_cosine/{p}" for p in ("a/b", "a/c", "b/c")}
 
 
-def test_norms_alone():
-    monitor = TaskGradientMonitor(conflicts=False)
-    monitor.on_task_gradients(look(np.array([[3.0, 4.0], [-3.0, -4.0]])))
-    assert monitor.numbers() == {"quality/grad_norm": 5.0, "code/grad_norm": 5.0}
-
-
 def test_an_epoch_is_reported_in_one_sentence():
     monitor, reported = TaskGradientMonitor(every_steps=1), Reported()
     callbacks = CallbackList([monitor, reported])

@@ -1,5 +1,6 @@
 """What is asserted inside the processes of a run: each function is called by all of them."""
 
+import logging
 import os
 import weakref
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, TensorDataset
 
 from etude import DataLoader, Trainer, predict
-from etude.core import CheckpointError, ConfigError, DataError
+from etude.core import CheckpointError, ConfigError, DataError, TrainingError
 from etude.core.task import LossTerm, Task
 from etude.data import LoaderData, as_loader
 from etude.distributed import World, join_world, leave_world
@@ -25,7 +26,7 @@ from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
 from etude.metrics.metric_set import MetricSet
 from etude.optim import AdamW, clip_gradients
-from etude.optim.optimizers import choose_kernel
+from etude.optim.kernels import choose_kernel
 
 __all__ = ["many_tasks"]
 
@@ -429,3 +430,77 @@ class Tokens(nn.Module):
 def padded(documents):
     ids = nn.utils.rnn.pad_sequence([one["input_ids"] for one in documents], batch_first=True)
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+class Limited(nn.Module):
+    """Has memory for only some samples at once, on one rank less than on the others; it has buffers too."""
+
+    def __init__(self, most: int, fails_in: str = "forward") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        self.register_buffer("seen", torch.zeros(()))
+        self.most, self.fails_in = most, fails_in
+
+    def forward(self, x):
+        if self.training and len(x) > self.most and self.fails_in == "forward":
+            raise torch.OutOfMemoryError("out of memory")
+        if self.training:
+            self.seen += len(x)
+        y = self.layers(x.double())
+        if self.training and len(x) > self.most:
+            y.register_hook(self.fail)
+        return y
+
+    @staticmethod
+    def fail(gradient):
+        raise torch.OutOfMemoryError("out of memory")
+
+
+def out_of_memory_on_one_rank() -> None:
+    """Both ranks do the step again in smaller parts: the weights are those of one process with enough memory."""
+    logging.getLogger("etude").setLevel(logging.ERROR)
+    with world() as w:
+        for place, unused in (("forward", False), ("backward", False), ("backward", True)):
+            # 17 samples: the last batch of 1 leaves a rank without samples
+            options = {
+                "config": {"epochs": 2, "batch_size": 8, "device": "cpu"},
+                "progress": False,
+                "optimizer": "sgd",
+            }
+            alone = Trainer(Limited(99), data(17), world=World(), **options)
+            alone.train()
+            options["config"] |= {"on_out_of_memory": "split", "find_unused_parameters": unused}
+            made = Trainer(Limited(1 if w.rank else 3, place), data(17), world=w, **options)
+            made.train()
+            assert made.step.splitter.size == 2, made.step.splitter.size
+            for one, other in zip(alone.model.parameters(), made.model.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+def out_of_memory_with_several_terms() -> None:
+    """Counts of several terms are exchanged during a step, which cannot be done again."""
+    with world() as w:
+        config = {"epochs": 1, "batch_size": 8, "device": "cpu", "on_out_of_memory": "split"}
+
+        class Two(Task):
+            def __call__(self, model, batch, *, metrics):
+                loss = model(batch[0]).square()
+                return {name: LossTerm(loss.sum(), loss.numel()) for name in ("loss", "other")}
+
+        made = Trainer(nn.Linear(4, 2), data(16), config=config, task=Two(), progress=False, world=w)
+        with pytest.raises(TrainingError, match=r"several terms.*on_out_of_memory"):
+            made.train()
+
+
+def automatic_size_of_two_ranks() -> None:
+    """The size is one that fits on every rank."""
+    with world() as w:
+        config = {"epochs": 1, "batch_size": "auto", "device": "cpu"}
+        made = Trainer(Limited(3 if w.rank else 40), data(30), config=config, progress=False, world=w)
+        assert made.config.batch_size == 4, made.config.batch_size  # 2 samples on each
+        made.train()
+        config = {"epochs": 1, "micro_batch_size": "auto", "batch_size": 17, "device": "cpu"}
+        made = Trainer(Limited(3 if w.rank else 40), data(30), config=config, progress=False, world=w)
+        assert made.config.micro_batch_size == 6, made.config.micro_batch_size
+        made.train()

@@ -31,3 +31,10 @@ def test_terms_without_numbers(runs):
 @pytest.mark.parametrize("check", ["metrics_of_an_empty_share", "lists_of_different_lengths"])
 def test_metrics_where_a_rank_has_no_samples(runs, check):
     runs.call(2, check).ok()
+
+
+@pytest.mark.parametrize(
+    "check", ["out_of_memory_on_one_rank", "out_of_memory_with_several_terms", "automatic_size_of_two_ranks"]
+)
+def test_out_of_memory(runs, check):
+    runs.call(2, check).ok()

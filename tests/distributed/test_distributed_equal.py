@@ -104,6 +104,19 @@ CASES = {
             }
         },
     ),
+    # moved by the gradient of all ranks, also where one of them has no samples
+    "lookahead of sam": (
+        (2, 3),
+        {"grad_accum_steps": 2},
+        points(49)
+        | {
+            "optimizer": {
+                "name": "lookahead",
+                "k": 3,
+                "optimizer": {"name": "sam", "rho": 0.5, "optimizer": {"name": "sgd", "lr": 0.1}},
+            }
+        },
+    ),
     "no clipping": ((2,), {"gradient_clip_norm": None}, points(50)),
     "clipped elements": ((2,), {"gradient_clip_norm": None, "gradient_clip_value": 0.01}, points(49)),
     "bf16": ((2,), {"precision": "bf16"}, {}),

@@ -136,6 +136,7 @@ def test_digits_held_out_and_limited(digits, lenet, tmp_path):
         {"name": "one_cycle", "pct_start": 0.4},
         {"name": "cosine_restarts", "first_period": 2, "multiplier": 2},
         {"name": "inverse_sqrt", "warmup_steps": 3},
+        {"name": "wsd", "warmup_steps": 2, "cooldown_steps": 3},
         {"name": "warmup", "warmup_steps": 2, "schedule": {"name": "polynomial", "power": 2.0}},
         {
             "name": "sequence",

@@ -37,7 +37,7 @@ def test_a_recorded_update_is_done_in_pieces(monkeypatch, recorded, tensors):
                 lengths.append(len(args[0]))
             return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(update, "_is_recorded", lambda tensor: recorded)
+    monkeypatch.setattr(update, "is_recorded", lambda tensor: recorded)
     layer = nn.Linear(100, 70)  # 7,000 weights: four pieces
     updater = Updater(AdamW(layer.parameters()))
     layer(torch.ones(2, 100)).sum().backward()

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from captured_steps import assert_same, batches, make, weights
 
-from etude.engine.update import LearningRate
-from etude.optim import set_lr
+from etude.core import TrainingError
+from etude.engine.capture import WARM_UP_STEPS
+from etude.engine.learning_rate import LearningRate
+from etude.optim import by_setting, linear, set_lr
 
 
 def optimizer(tensor=False):
@@ -33,7 +36,7 @@ def test_the_scale_is_a_factor_of_every_rate_and_1_gives_the_base_back(schedule,
     one = optimizer(tensor)
     rate = LearningRate(one, schedule)
     for step, scale in enumerate([1.0, 0.5, 0.0, 2.0, 1.0]):
-        rate.scale = scale
+        rate.scales["phase"] = scale
         rate.set(step)
         factor = scale * (1.0 if schedule is None else schedule(step))
         assert rates(one) == pytest.approx([0.1 * factor, 0.3 * factor])
@@ -42,7 +45,7 @@ def test_the_scale_is_a_factor_of_every_rate_and_1_gives_the_base_back(schedule,
 def test_a_scale_of_1_changes_no_bit_of_a_scheduled_rate():
     plain, scaled = optimizer(), optimizer()
     one, other = LearningRate(plain, lambda step: 0.9**step), LearningRate(scaled, lambda step: 0.9**step)
-    other.scale = 1.0
+    other.scales["phase"] = 1.0
     for step in range(20):
         one.set(step)
         other.set(step)
@@ -94,6 +97,30 @@ def test_rates_of_a_loaded_optimizer_follow_the_base_it_was_made_with():
     rate = LearningRate(one, None)
     for group in one.param_groups:
         group["lr"] *= 0.5  # as a checkpoint of a phase with another scale has them
-    rate.scale = 1.0
+    rate.scales["phase"] = 1.0
     rate.set(0)
     assert rates(one) == pytest.approx([0.1, 0.3])
+
+
+def test_steps_in_which_a_setting_changes_run_eagerly_and_the_others_are_captured():
+    """Weight decay rises for six steps and then stays: the bytes are those of a run without capture."""
+    settings = by_setting(weight_decay=linear(6, start=0.1, end=1.0))
+
+    def run(capture, needed=False):
+        step, recorded, notices = make(needed=needed)
+        if not capture:
+            step.capture = None
+        rate = LearningRate(step.updater.optimizer, settings)
+        for number, batch in enumerate(batches(20)):
+            step.changed_settings = rate.set(number)
+            step([batch])
+        return step, recorded, notices
+
+    step, recorded, notices = run(capture=True)
+    words = "steps in which a schedule changes weight_decay are not captured as CUDA graphs"
+    assert notices.count(words) == 1
+    assert recorded.recorder.recorded == 1
+    assert recorded.recorder.replayed == 20 - 7 - WARM_UP_STEPS
+    assert_same(weights(step), weights(run(capture=False)[0]))
+    with pytest.raises(TrainingError, match="a schedule changes weight_decay between steps"):
+        run(capture=True, needed=True)

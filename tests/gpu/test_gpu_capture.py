@@ -68,6 +68,21 @@ def test_precision_accumulation_and_schedules_are_part_of_the_graph(config):
     assert_same(mine, theirs)
 
 
+def test_steps_in_which_weight_decay_changes_are_eager_and_the_others_captured():
+    rise = [{"name": "linear", "start": 0.1, "end": 1.0}, "constant"]
+    decay = {"name": "sequence", "schedules": rise, "milestones": [9]}
+    scheduler = {"name": "by_setting", "lr": "cosine", "weight_decay": decay}
+    optimizer, config = OPTIMIZERS["adamw"], {"max_steps": 40}
+    mine, theirs = (
+        trained(net(), data(), capture=mode, config=config, optimizer=optimizer, scheduler=scheduler)
+        for mode in ("auto", "off")
+    )
+    assert captured(mine)
+    assert_same(mine, theirs)
+    with pytest.raises(TrainingError, match="a schedule changes weight_decay"):
+        trained(net(), data(), capture="on", config=config, optimizer=optimizer, scheduler=scheduler)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

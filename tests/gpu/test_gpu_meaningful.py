@@ -11,7 +11,7 @@ from etude.engine.update import Updater
 from etude.losses import SupervisedTask
 from etude.multimodal import MeaningfulLoss, build_vocab_spec
 from etude.multimodal.loss import combined_loss, make_reconstruction, meaningful_terms
-from etude.multimodal.loss.positions import choose_positions
+from etude.multimodal.loss.terms import choose_positions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 

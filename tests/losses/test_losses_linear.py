@@ -15,6 +15,7 @@ from etude.losses.chunked import chunked
 from etude.losses.functional import cross_entropy_term
 from etude.losses.products import chunk_rows_for
 from forked_python import run_python
+from grids import sampled
 from largest_tensor import Largest
 from linear_formula import MASKS, TOLERANCES, assert_near, compare, doubled, formula, make, masked
 
@@ -29,10 +30,12 @@ def test_types_and_masks(dtype, mask_kind, smoothing, bias):
     compare(hidden, weight, offset, targets, mask, element, TOLERANCES[dtype], smoothing, chunk=4)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("num_classes", [1, 2, 13, 97])
-@pytest.mark.parametrize("shape", [(1,), (0,), (17,), (2, 1), (2, 3, 5)])
+SHAPES = [(1,), (0,), (17,), (2, 1), (2, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_classes", "smoothing", "softcap"), sampled(2, SHAPES, [1, 2, 13, 97], [0.0, 0.2, 1.0], [None, 2.0])
+)
 def test_odd_shapes(shape, num_classes, smoothing, softcap):
     for chunk in (1, 4, 10**6, "auto"):
         hidden, weight, bias, targets, _ = make(shape, num_classes, width=3)
@@ -258,8 +261,7 @@ def test_no_second_derivative():
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1, 2)])
+@pytest.mark.parametrize(("wanted", "backend"), sampled(2, [(0, 1, 2), (0,), (1,)], ["aot_eager", "eager"]))
 def test_torch_compile_keeps_the_graph_whole(backend, wanted):
     hidden, weight, bias, targets, _ = make((9,), 5)
     targets[2] = -100

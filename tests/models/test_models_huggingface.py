@@ -51,7 +51,7 @@ def test_mistakes_are_explained(arguments, words):
         build_component("model", {"name": "huggingface", **arguments})
 
 
-@pytest.mark.parametrize("fused_head", [False, True])
+@pytest.mark.parametrize("fused_head", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gpt2_trains_from_a_config(tmp_path, fused_head):
     """On a language with one rule, the next token is the sum of the last two: far below the entropy of chance."""
     ids = [3, 4]

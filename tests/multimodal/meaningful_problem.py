@@ -7,7 +7,7 @@ from etude.core import HeadOutput
 from etude.multimodal import build_vocab_spec
 from etude.multimodal.loss import make_reconstruction
 from etude.multimodal.loss.fused import LossPart, expected_value_sums
-from etude.multimodal.loss.terms import logits_sums, squared_error_sums
+from etude.multimodal.loss.terms import logits_sums
 
 KINDS = ["mse", "huber", "wasserstein", "hl_gauss"]
 DELTA, SIGMA = 0.7, 0.6
@@ -160,7 +160,7 @@ def from_hidden(problem, chunk="auto"):
 
 def sums_of(logits, parts):
     """Return sums of losses and of squared errors by the plain formula."""
-    return logits_sums(logits, parts), squared_error_sums(logits, parts)
+    return logits_sums(logits, parts, metrics=True)
 
 
 def from_logits(problem):

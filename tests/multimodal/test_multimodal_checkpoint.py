@@ -127,7 +127,7 @@ def weights_of(trainer):
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("stop", [1, 3, 7])
+@pytest.mark.parametrize("stop", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 7))])
 def test_resumed_run_draws_the_same_positions(tmp_path, vocab, codebooks, stop):
     batches = make_batches(vocab, 4)
 

@@ -153,8 +153,8 @@ def test_a_modality_cannot_take_the_name_of_another_number(name):
     [
         ([0.0, 1.0, 2.0], "3 bins need 4 edges, found (3,)"),
         ([0.0, 1.0, 1.0, 3.0], "bins in increasing order"),
-        ([0.0, 1.0, float("nan"), 3.0], "bin edges must be finite"),
-        ([float("-inf"), 1.0, 2.0, float("inf")], "bin edges must be finite"),
+        ([0.0, 1.0, float("nan"), 3.0], "finite bins"),
+        ([float("-inf"), 1.0, 2.0, float("inf")], "finite bins"),
         ([100.0, 101.0, 102.0, 103.0], "the value 0.5 lies outside its bin, 100 … 101"),
         ([0.0, 1.0, 2.0, 2.2], "the value 2.5 lies outside its bin, 2 … 2.2"),
         ([0.0, 1.0, 1.8, 3.0], None),

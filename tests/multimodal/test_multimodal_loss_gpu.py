@@ -14,6 +14,7 @@ from etude.multimodal.loss.fused import ExpectationProblem, chunked_expectation
 from etude.multimodal.loss.gpu_chunks import VectorTable
 from etude.multimodal.loss.kinds import MeanSquaredError
 from forked_python import run_python
+from grids import sampled
 
 SCALARS = {"number": (5,), "wide": (6, 1), "one": (1,)}
 VECTORS = {"vector": (7, 3), "one_vector": (1, 4), "pair": (2, 17)}
@@ -68,10 +69,10 @@ def in_float64(p):
 # ------------------------------------------------------------------------------------------ values and gradients
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bias", "softcap"),
+    sampled(2, KINDS, [torch.bfloat16, torch.float32], [True, False], [None, 1.5]),
+)
 def test_every_kind_and_type(kernel, kind, dtype, bias, softcap):
     shapes = SCALARS | (VECTORS if dtype is torch.bfloat16 else {})
     problem = Problem(kind, dtype, num=13, shapes=shapes, bias=bias, softcap=softcap)
@@ -102,7 +103,7 @@ def test_any_sizes(kernel, kind, num, width, codes, size, chunk, bias, softcap, 
     problem = Problem(
         kind, torch.bfloat16, num=num, width=width, shapes=shapes, bias=bias, softcap=softcap, seed=seed
     )
-    check(problem, lambda problem: from_hidden(problem, chunk), 2e-2)
+    check(problem, lambda problem: from_hidden(problem, chunk), 3e-2)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -208,7 +209,7 @@ def test_a_kernel_that_fails_is_said_once_and_chunks_take_its_place(monkeypatch)
     def fail(*_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(gpu, "_kernels", object)
+    monkeypatch.setattr("etude.multimodal.loss.triton_kernels", None, raising=False)
     monkeypatch.setattr(gpu, "_failed", False)
     monkeypatch.setattr(gpu, "_solve", fail)
     p = problem_of()
@@ -225,7 +226,7 @@ def test_an_error_of_the_device_is_none_of_the_compiler(monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(gpu, "_kernels", object)
+    monkeypatch.setattr("etude.multimodal.loss.triton_kernels", None, raising=False)
     monkeypatch.setattr(gpu, "_solve", fail)
     with pytest.raises(torch.OutOfMemoryError):
         gpu.expectation(problem_of())

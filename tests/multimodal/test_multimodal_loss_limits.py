@@ -212,7 +212,7 @@ def test_neither_all_logits_nor_all_probabilities_are_ever_held(kind, softcap, t
     assert largest.numel <= max(chunk * (size + 1), num * width, (size + 6) * width, size * 6)
     assert largest.numel >= chunk * size
     with Largest() as largest:
-        logits_sums(problem.head.logits, parts)
+        logits_sums(problem.head.logits, parts, metrics=False)
     assert largest.numel >= num * size
 
 

@@ -7,7 +7,7 @@ from scipy import stats
 from etude.core import HeadOutput
 from etude.multimodal import Modality, build_vocab_spec
 from etude.multimodal.loss import MeaningfulLoss, combined_loss, make_reconstruction, meaningful_terms
-from etude.multimodal.loss.positions import choose_positions, count_positions
+from etude.multimodal.loss.terms import choose_positions, count_positions
 
 SCALAR = Modality("scalar", 5, 3)
 TARGETS = torch.tensor([[5, 1, 6, 0, 7], [-100, 8, 5, 4, 6], [3, 7, 2, 5, 9]])

@@ -20,9 +20,13 @@ from etude.data import StreamLoader, Streams
 from etude.multitask.curriculum import Phase
 from run_files import records, weights
 
+EVERY = [3, pytest.param(1, marks=pytest.mark.slow)]
+"""Distance of the steps at which a run is ended."""
 
+
+@pytest.mark.parametrize("distance", EVERY)
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
-def test_stopped_after_any_step_and_resumed_it_is_the_same_run(tmp_path, accumulation):
+def test_stopped_after_any_step_and_resumed_it_is_the_same_run(tmp_path, accumulation, distance):
     whole = Diary()
     run(tmp_path / "whole", whole, accumulation).train()
     starts = {1: (0, 5, 8, 10), 3: (0, 2, 4, 5)}[accumulation]
@@ -30,7 +34,7 @@ def test_stopped_after_any_step_and_resumed_it_is_the_same_run(tmp_path, accumul
         zip(starts, ("one", "two", "three", "four"), strict=True)
     )
     total = max(whole.steps) + 1
-    for stop in range(1, total):
+    for stop in range(1, total, distance):
         folder, first, second = tmp_path / str(stop), Diary(stop_at=stop), Diary()
         run(folder, first, accumulation).train()
         torch.rand(stop)  # a new process has random generators in another state
@@ -44,11 +48,12 @@ def test_stopped_after_any_step_and_resumed_it_is_the_same_run(tmp_path, accumul
         assert events(folder) == events(tmp_path / "whole"), stop
 
 
+@pytest.mark.parametrize("distance", EVERY)
 @pytest.mark.parametrize("every", [3, 5])  # 5: right after the last step of an epoch, before its end
-def test_broken_off_anywhere_phases_begin_again_and_are_on_record_once(tmp_path, every):
+def test_broken_off_anywhere_phases_begin_again_and_are_on_record_once(tmp_path, every, distance):
     whole, config = Diary(), {"save_every_steps": every, "validate_every_steps": every}
     run(tmp_path / "whole", whole, **config).train()
-    for broken in range(every + 1, max(whole.steps) + 1):
+    for broken in range(every + 1, max(whole.steps) + 1, distance):
         folder, second = tmp_path / f"broken-{broken}", Diary()
         with pytest.raises(ArithmeticError):
             run(folder, Diary(break_at=broken), **config).train()

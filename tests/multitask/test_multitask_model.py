@@ -264,7 +264,7 @@ def test_state_and_names():
 
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*:DeprecationWarning")  # of torch's compiler
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_it_compiles_in_one_graph(dropout):
     model = make(UncertaintyWeighting(["code", "tags"]), dropout=dropout)
     compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from etude.config import lookup
 from etude.core import ConfigError
-from etude.optim import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
-from etude.optim.optimizers import choose_kernel
+from etude.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop, decay_groups, get_lr, set_lr
+from etude.optim.kernels import choose_kernel
 
 CASES = [
     (SGD, torch.optim.SGD, {"lr": 0.1}),
@@ -29,8 +29,29 @@ CASES = [
         torch.optim.RMSprop,
         {"lr": 0.01, "alpha": 0.9, "momentum": 0.9, "centered": True, "weight_decay": 0.1},
     ),
+    (Adagrad, torch.optim.Adagrad, {"lr": 0.1}),
+    (
+        Adagrad,
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 1.0},
+    ),
+    (NAdam, torch.optim.NAdam, {"lr": 0.01}),
+    (NAdam, torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
+    (RAdam, torch.optim.RAdam, {"lr": 0.01}),
+    (
+        RAdam,
+        torch.optim.RAdam,
+        {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    (Adafactor, torch.optim.Adafactor, {"lr": 0.01}),
+    (
+        Adafactor,
+        torch.optim.Adafactor,
+        {"lr": 0.1, "beta2_decay": -0.5, "d": 1.5, "weight_decay": 0.1, "maximize": True},
+    ),
 ]
-KERNELS = {cls: ("auto", "foreach", "loop") + (() if cls is RMSprop else ("fused",)) for cls, *_ in CASES}
+FUSED = (SGD, Adam, AdamW, Adagrad)
+KERNELS = {cls: ("auto", "foreach", "loop") + (("fused",) if cls in FUSED else ()) for cls, *_ in CASES}
 SHAPES = [(4, 3), (4,), (2, 2, 2), ()]
 
 

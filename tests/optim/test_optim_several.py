@@ -8,7 +8,7 @@ from torch import nn
 
 from etude.config import build_component
 from etude.core import ConfigError
-from etude.optim import SGD, AdamW, Optimizers, RMSprop
+from etude.optim import SGD, AdamW, Muon, Optimizers, RMSprop
 from etude.optim.groups import NamedParams, names_of
 
 KINDS = {
@@ -92,3 +92,11 @@ def test_patterns_that_do_not_cover_the_parameters_are_refused(patterns, word):
     params = NamedParams(model.parameters(), names_of(model))
     with pytest.raises(ConfigError, match=word):
         build_component("optimizer", section(*patterns), provided={"params": params})
+
+
+def test_an_optimizer_of_several_optimizers_is_one_of_many():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    muon = Muon(model[1:])
+    both = Optimizers([torch.optim.SGD(model[0].parameters(), lr=0.1), muon])
+    assert [type(one).__name__ for one in both.optimizers] == ["SGD", "MatrixMuon", "AdamW"]
+    assert both.announcement() == muon.announcement()

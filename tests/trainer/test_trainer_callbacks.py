@@ -28,11 +28,14 @@ from etude import (
 from etude.callbacks import (
     EMA,
     Callback,
+    DeviceStats,
     EventCallback,
-    FindNonfinite,
     Freeze,
+    LearningRateMonitor,
     MLflowLogger,
+    NaNDebugger,
     OpenTelemetryLogger,
+    Profiler,
     ProgressDisplay,
     PrometheusExporter,
     RunRecorder,
@@ -44,6 +47,7 @@ from etude.callbacks import (
     WandbLogger,
 )
 from etude.core import ConfigError
+from etude.lazy import _homes
 from etude.losses import ClassificationLoss
 from etude.monitor import EpochEnded, RunFolder
 from etude.multitask import (
@@ -148,10 +152,23 @@ def samples(case):
 
 def names_what_is_not_finite(case):
     case.data[0][3] = float("nan")
-    callback = FindNonfinite()
+    callback = NaNDebugger()
     said = []
     callback.notify = lambda message, **facts: said.append(message)
     return callback, lambda door: said != []
+
+
+def times_steps(case):
+    callback = Profiler(start=2, steps=3)
+    return callback, lambda door: callback.profile is not None and callback.profile.parts["backward"] > 0
+
+
+def adds_numbers(kind, name):
+    def make(case):
+        callback = kind()
+        return callback, lambda door: name in callback.numbers()  # the loop asks at log points
+
+    return make
 
 
 def compares_tasks(case):
@@ -223,7 +240,10 @@ CALLBACKS = {
     LRSchedule: lowers_the_rate,
     RunRecorder: records,
     TextSamples: samples,
-    FindNonfinite: names_what_is_not_finite,
+    NaNDebugger: names_what_is_not_finite,
+    Profiler: times_steps,
+    LearningRateMonitor: adds_numbers(LearningRateMonitor, "weight_decay"),
+    DeviceStats: adds_numbers(DeviceStats, "cpu/cores"),
     TaskGradientMonitor: compares_tasks,
     CurriculumCallback: switches_tasks,
 }
@@ -307,15 +327,19 @@ REFUSED = {
     ("bare functions", Freeze),
     ("validate_epoch", EMA),
     ("validate_epoch", Freeze),
-    ("bare functions", FindNonfinite),
+    ("bare functions", NaNDebugger),
     ("validate_epoch", GradientMonitor),
-    ("validate_epoch", FindNonfinite),
+    ("validate_epoch", NaNDebugger),
+    ("validate_epoch", Profiler),
+    ("validate_epoch", LearningRateMonitor),
+    ("validate_epoch", DeviceStats),
+    ("bare functions", LearningRateMonitor),
 }
 
 
 def test_all_callbacks_of_the_package_are_here():
     rooms = (etude.callbacks, etude.multitask)
-    found = {getattr(room, name) for room in rooms for name in room.__all__}
+    found = {getattr(room, name) for room in rooms for name in _homes(room.__file__)}
     kinds = {one for one in found if isinstance(one, type) and issubclass(one, Callback) and one is not Callback}
     assert kinds - {TaskGradientWatcher, EventCallback, SinkCallback} == set(CALLBACKS)  # base classes
 

@@ -289,3 +289,93 @@ def test_settings_of_a_schedule_beside_a_scheduler_do_nothing_and_are_warned_of(
     with caplog.at_level(logging.WARNING, logger="etude"):
         Trainer(model(), data(), scheduler=lambda step: 1.0, config=setting, progress=False)
     assert [f"training.{name}" in caplog.text for name in setting] == [True]
+
+
+# ------------------------------------------------------------------ other settings, and groups
+
+
+SCHEDULED = {
+    "name": "warmup",
+    "warmup_steps": 3,
+    "schedule": {
+        "name": "by_setting",
+        "lr": {"name": "per_group", "default": "cosine", "groups": {"first": {"name": "wsd", "cooldown_steps": 5}}},
+        "weight_decay": {"name": "linear", "start": 0.2, "end": 1.0},
+        "beta2": {"name": "cosine", "start": 0.9, "min_lr_ratio": 1.0},
+    },
+}
+GROUPED = {"name": "adamw", "lr": 0.05, "weight_decay": 0.3, "groups": [{"params": "0.*", "name": "first"}]}
+
+
+class Stop(Rates):
+    def on_step_end(self, report):
+        super().on_step_end(report)
+        self.control.stop |= len(self.seen) == 10
+
+
+def test_settings_and_groups_resume_bit_for_bit_and_are_logged(tmp_path):
+    def run(folder, callback, path=None):
+        config = {"batch_size": 8, "epochs": 4, "log_interval": 1}
+        parts = {"optimizer": GROUPED, "scheduler": SCHEDULED, "callbacks": [callback], "progress": False}
+        one = Trainer(model(), data(), config=config, output_dir=folder, **parts)
+        if path is not None:
+            one.load_checkpoint(path)
+        one.train()
+        return one
+
+    straight = run(tmp_path / "straight", Rates())
+    run(tmp_path / "stopped", Stop())
+    again = run(None, Rates(), tmp_path / "stopped")
+    pairs = zip(straight.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    lines = (tmp_path / "straight/metrics.jsonl").read_text().splitlines()
+    logged = [one for one in map(json.loads, lines) if one.get("split") == "train"]
+    decays = [0.3 * (0.2 + 0.8 * max(0, step - 3) / 21) for step in range(24)]  # it waits for the warm-up
+    assert [one["weight_decay"] for one in logged] == pytest.approx(decays)
+    assert logged[-1]["beta2"] == pytest.approx(0.999, abs=1e-3)
+    assert [one["lr/first"] for one in logged][3:17] == pytest.approx([0.05] * 14)
+    assert logged[20]["lr/first"] < 0.05
+
+
+def test_weights_follow_a_scheduled_weight_decay_as_in_a_loop_of_torch():
+    one, x = model(), data()
+    reference = copy.deepcopy(one)
+    schedule = {"name": "by_setting", "weight_decay": "linear", "momentum": {"name": "linear", "end": 0.5}}
+    optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.8, "weight_decay": 0.2}
+    config = {"epochs": 6, "batch_size": 48, "gradient_clip_norm": None}
+    Trainer(one, DataLoader(*x, 48, shuffle=False), config=config, optimizer=optimizer, scheduler=schedule,
+            progress=False).train()  # fmt: skip
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.8, weight_decay=0.2)
+    for step in range(6):
+        theirs.param_groups[0].update(weight_decay=0.2 * (1 - step / 6), momentum=0.8 * (1 - 0.5 * step / 6))
+        theirs.zero_grad()
+        nn.functional.cross_entropy(reference(x[0]), x[1]).backward()
+        theirs.step()
+    for mine, other in zip(one.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_lengths_beyond_the_run_are_warned_of(caplog):
+    trainer({"epochs": 2}, scheduler={"name": "cosine", "total_steps": 100})
+    trainer({"epochs": 2}, scheduler={"name": "multistep", "milestones": [1, 3], "unit": "epoch"})
+    trainer(
+        {"epochs": 2}, scheduler={"name": "warmup", "warmup_steps": 2, "schedule": {"name": "step", "step_size": 13}}
+    )
+    trainer({"epochs": 2}, scheduler={"name": "sgdr", "first_period": 12})  # not longer
+    words = [record.message for record in caplog.records]
+    places = ["scheduler.total_steps", "scheduler.milestones", "scheduler.schedule.step_size"]
+    assert [text.split(":")[0] for text in words] == places
+    assert all("12 of the run" in text for text in words)
+
+
+def test_a_warmup_of_inverse_sqrt_is_shortened_too(caplog):
+    rates = Rates()
+    trainer({"scheduler_type": "inverse_sqrt", "epochs": 5}, rates).train()
+    assert max(rates.seen) == rates.seen[3] == 0.5
+    assert caplog.text.count("warmup_steps is 2000") == 1
+
+
+def test_a_name_is_refused_where_no_length_is_known():
+    one = model()
+    with pytest.raises(ConfigError, match="length of the run"):
+        TrainingLoop().train_epoch(one, DataLoader(*data(), 8), SGD(one.parameters()), "cosine")

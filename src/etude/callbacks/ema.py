@@ -9,13 +9,14 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from etude.callbacks.swapped import SwappedWeights
 from etude.checkpoint import Checkpoint, check_kind, record_of
 from etude.checkpoint.trust import check_tensor, errors_of
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError
 from etude.core.arguments import checked
 from etude.core.model import clean_name, unwrap
-from etude.engine.callback import Callback, Logs, RunInfo, RunParts
+from etude.engine.callback import RunInfo, RunParts
 from etude.optim.averaging import WeightAverage
 
 logger = logging.getLogger("etude")
@@ -24,7 +25,7 @@ _STATE = record_of("EMA", {"count": Tensor, "weights": dict[str, Any], "is_swapp
 
 
 @register("callback", "ema")
-class EMA(Callback):
+class EMA(SwappedWeights):
     """Averages the trained weights after every update; the average is what is validated, saved and left in the model.
 
     A checkpoint holds both: the averages as the model, so that everything that loads a model gets what was validated,
@@ -49,9 +50,6 @@ class EMA(Callback):
         super().__init__()
         self.decay, self.start, self.every, self.validate = decay, start, every, validate
         self.average: WeightAverage | None = None
-        self.is_swapped = False
-        """Whether the model holds the averages, and `average` the raw weights."""
-        self._was_swapped = False
         self._names: list[str] = []
         self._loaded: dict[str, Any] = {}
         """A state that was loaded before the model was known."""
@@ -60,15 +58,18 @@ class EMA(Callback):
         """Return that it needs training steps."""
         return True
 
+    def swaps(self) -> bool:
+        """Return whether the average is validated."""
+        return self.validate
+
     def bind(self, parts: RunParts) -> None:
         """Copy the weights that the optimizer trains."""
+        super().bind(parts)
         optimizer = None if parts.learning_rate is None else parts.learning_rate.optimizer
         trained = (
             None if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
         )
         assert parts.model is not None
-        if sum(isinstance(one, EMA) and one.validate for one in self._siblings or ()) > 1:
-            raise ConfigError("EMA: a run validates one average; remove the others, or set validate to false there")
         self._begin(parts.model, trained)
 
     def _begin(self, model: nn.Module, trained: set[int] | None) -> None:
@@ -106,37 +107,13 @@ class EMA(Callback):
         """Put the raw weights back; an average that has not begun is a copy of them, also if they were loaded."""
         if self.average is None:
             self._begin(run.model, None)
-        self._hold(raw=True)
+        self.hold(raw=True)
         if self.average is not None and not int(self.average.count):
             with torch.no_grad():
                 torch._foreach_copy_(self.average.average, self.average.params)
 
-    def on_validation_begin(self, epoch: int) -> None:
-        """Validate the averages."""
-        self._hold(raw=False)
-
-    def on_validation_end(self, epoch: int, metrics: Logs) -> None:
-        """Put the raw weights back."""
-        self._hold(raw=True)
-
-    def on_validation_cut_off(self, epoch: int) -> None:
-        """Put the raw weights back."""
-        self._hold(raw=True)
-
-    def on_save_begin(self) -> None:
-        """Save the averages as the model."""
-        self._was_swapped = self.is_swapped
-        self._hold(raw=False)
-
-    def on_save_end(self) -> None:
-        """Put the raw weights back, if the model held them."""
-        self._hold(raw=not self._was_swapped)
-
-    def on_train_end(self, result: Logs) -> None:
-        """Leave the averages in the model."""
-        self._hold(raw=False)
-
-    def _hold(self, *, raw: bool) -> None:
+    def hold(self, *, raw: bool) -> None:
+        """Swap the averages and the raw weights, unless the model already holds the right ones."""
         if self.average is not None and self.validate and self.is_swapped == raw:
             self.average.swap()
             self.is_swapped = not raw

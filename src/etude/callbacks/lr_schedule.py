@@ -1,17 +1,17 @@
-"""Step a torch learning-rate scheduler from the hooks of a run."""
+"""Step a learning-rate scheduler of torch or timm from the hooks of a run."""
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from etude.callbacks.monitored import Monitored
 from etude.checkpoint import check_kind, pack, record_of, unpack
-from etude.core import CheckpointError, ConfigError, StepReport, TrainingError
+from etude.core import CheckpointError, Clock, ConfigError, StepReport, TrainingError
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
-from etude.optim.several import optimizers_in
+from etude.optim.several import everything_in
 
 _STATE = record_of(
     "LRSchedule",
@@ -19,11 +19,30 @@ _STATE = record_of(
 )
 
 
+@runtime_checkable
+class CountedScheduler(Protocol):
+    """A scheduler that is told the number of epochs and updates, as those of timm are."""
+
+    optimizer: Any
+
+    def step(self, epoch: int) -> None:
+        """Set the rates after this many epochs, if it counts in epochs."""
+
+    def step_update(self, num_updates: int) -> None:
+        """Set the rates after this many updates, if it counts in updates."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore its state."""
+
+
 class LRSchedule(Callback):
     """Steps a scheduler of `torch.optim.lr_scheduler` after every epoch or every optimizer step.
 
-    `ReduceLROnPlateau` needs `monitor`, the name of a metric; epochs without that metric do not count. A new phase of
-    the run restarts the count.
+    A scheduler of timm is told of both, and follows what it was made for. `ReduceLROnPlateau` needs `monitor`, the
+    name of a metric; epochs without that metric do not count. A new phase of the run restarts the count.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -36,7 +55,7 @@ class LRSchedule(Callback):
 
     def __init__(
         self,
-        scheduler: LRScheduler | ReduceLROnPlateau,
+        scheduler: LRScheduler | ReduceLROnPlateau | CountedScheduler,
         interval: Literal["epoch", "step"] = "epoch",
         monitor: str | None = None,
     ) -> None:
@@ -48,8 +67,14 @@ class LRSchedule(Callback):
             raise ConfigError("LRSchedule: ReduceLROnPlateau needs monitor, such as 'val_loss', and interval='epoch'")
         if monitor is not None and not watches:
             raise ConfigError(f"LRSchedule: {type(scheduler).__name__} uses no metric; remove monitor")
+        self._counts = isinstance(scheduler, CountedScheduler)
+        if self._counts and any(isinstance(one, ReduceLROnPlateau) for one in vars(scheduler).values()):
+            raise ConfigError(
+                f"LRSchedule: {type(scheduler).__name__} saves only a part of its state; name the scheduler 'plateau'"
+            )
         self.scheduler: Any = scheduler
         self.interval = interval
+        self._clock = Clock()
         self.monitored: Monitored | None = None
         """The metric of ReduceLROnPlateau."""
         if monitor is not None and isinstance(scheduler, ReduceLROnPlateau):
@@ -65,14 +90,12 @@ class LRSchedule(Callback):
 
     def acts_in_steps(self) -> bool:
         """Return whether it is stepped in every step."""
-        return self.interval == "step"
+        return self.interval == "step" or self._counts
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Check that the scheduler belongs to the optimizer that trains."""
-        theirs = self.scheduler.optimizer
-        if run.optimizer is not None and not any(
-            theirs is one for one in (run.optimizer, *optimizers_in(run.optimizer))
-        ):
+        theirs, self._clock = self.scheduler.optimizer, run.clock
+        if run.optimizer is not None and not any(theirs is one for one in everything_in(run.optimizer)):
             raise TrainingError(
                 "LRSchedule belongs to another optimizer than the one that trains; build the scheduler from the "
                 "optimizer given to the trainer"
@@ -88,14 +111,18 @@ class LRSchedule(Callback):
 
     def on_step_end(self, report: StepReport) -> None:
         """Set the rate of the next step."""
-        if self.interval == "step":
+        if self._counts:
+            self.scheduler.step_update(self._clock.step)
+        elif self.interval == "step":
             self.scheduler.step()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Set the rate of the next epoch."""
-        if self.interval == "step":
+        if self._counts:
+            self.scheduler.step(epoch + 1)
+        elif self.interval == "step":
             return
-        if self.monitored is None:
+        elif self.monitored is None:
             self.scheduler.step()
         elif (value := self.monitored.value(logs)) is not None:
             self.scheduler.step(value)
@@ -121,7 +148,8 @@ class LRSchedule(Callback):
         if self.monitored is not None and state["monitored"] is not None:
             self.monitored.load_state_dict(state["monitored"])
         self.scheduler.load_state_dict(saved)
-        self._set_rates(self.scheduler.get_last_lr())
+        if not self._counts:  # timm's keeps the rates in the optimizer alone
+            self._set_rates(self.scheduler.get_last_lr())
 
     def _set_rates(self, rates: list[float]) -> None:
         for group, lr in zip(self.scheduler.optimizer.param_groups, rates, strict=True):

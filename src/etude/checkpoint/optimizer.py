@@ -13,7 +13,7 @@ from etude.checkpoint.trust import check_kind, record_of
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
 from etude.optim.eager import without_compiler
-from etude.optim.several import optimizers_in, owner_of
+from etude.optim.several import Optimizers, owner_of
 
 _NUM_NAMED = 8
 
@@ -140,7 +140,12 @@ def _check_group(
 
 
 def _kind(optimizer: Optimizer) -> str:
-    return " + ".join(type(one).__name__ for one in optimizers_in(optimizer))
+    """Return the classes of an optimizer and of those it is made of: `AdamW`, `SGD + AdamW`, `Lookahead(AdamW)`."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizers):
+        return name
+    parts = " + ".join(map(_kind, optimizer.optimizers))
+    return parts if type(optimizer) is Optimizers else f"{name}({parts})"
 
 
 def _named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The state that a torch optimizer needs per parameter, found by running one step of such an optimizer.
+"""The state that an optimizer needs per parameter, found by running one step of such an optimizer.
 
 Foreach and fused kernels do not check shapes: they would write past the end of a state of another shape. So the saved
 state is compared with the state that the optimizer itself creates.
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from etude.checkpoint.trust import check_tensor
 from etude.core.errors import CheckpointError
+from etude.optim.device import DeviceOptimizer
 from etude.optim.eager import take_step, without_compiler
 
 _KERNELS = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
@@ -31,11 +32,13 @@ def check_settings(saved: Mapping[str, Any], own: Mapping[str, Any], part: str) 
 def needed_state(optimizer: Optimizer, settings: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
     """Return the state for a parameter under `settings`; tensors, except for counters, have no data.
 
-    None if it is unknown: the optimizer is not torch's, or its step needs more than gradients.
+    None if it is unknown: the optimizer is not torch's or etude's, or its step needs more than gradients.
     """
-    base = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
-    if base is Optimizer or not type(optimizer).step.__module__.startswith("torch.optim"):
-        return None
+    base = type(optimizer)
+    if not isinstance(optimizer, DeviceOptimizer):
+        base = next(cls for cls in base.__mro__ if cls.__module__.startswith("torch.optim"))
+        if base is Optimizer or not type(optimizer).step.__module__.startswith("torch.optim"):
+            return None
     try:
         return _try_step(base, settings, parameter)
     except Exception:  # any error means that the state is unknown

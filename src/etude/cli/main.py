@@ -12,8 +12,12 @@ from typer.core import TyperGroup
 
 from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
+from etude.cli.find_lr import find_lr
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
+from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
+from etude.cli.schedule import schedule_app
+from etude.cli.sweep import sweep_app
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -80,6 +84,8 @@ config_app = typer.Typer(help="Show, check and describe experiment configs.", no
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(runs_app, name="runs")
+app.add_typer(schedule_app, name="schedule")
+app.add_typer(sweep_app, name="sweep")
 
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="lenet5/baseline, or the path of a YAML or JSON file.")
@@ -225,6 +231,8 @@ def eject(
     print(f"made {' and '.join(map(str, files))}; train it with: python {out}")
 
 
+app.command("find-lr")(find_lr)
+app.command()(profile)
 app.command()(report)
 app.command()(tokenize)
 app.command()(dashboard)

@@ -45,7 +45,7 @@ def list_runs(
         return
     keys, shown = listing.differing(found), found if everything else found[: tables.MOST_RUNS]
     some = keys if everything else keys[: tables.MOST_KEYS]
-    _console().print(tables.run_table(shown, some))
+    make_console().print(tables.run_table(shown, some))
     left_out = [(len(found) - len(shown), "run"), (len(keys) - len(some), "differing key")]
     if words := [f"{count:,} more {noun}{'s' * (count > 1)}" for count, noun in left_out if count]:
         print(f"{' and '.join(words)}: --all shows them")
@@ -64,7 +64,7 @@ def compare(
     from etude.runs.find import find_run
 
     found = compare_runs([find_run(run, root) for run in runs])
-    console = _console()
+    console = make_console()
     for title, table in tables.comparison_tables(found):
         if title:
             console.print(f"\n{title}", style="bold")
@@ -75,7 +75,7 @@ def compare(
         found.runs[0].series(metric)  # raises, with the nearest names
     if drawn:
         console.print(f"\n{printable(name)}", style="bold")
-        _draw(console, [curve for _, curve in drawn], [run for run, _ in drawn], x="step")
+        show_curves(console, [curve for _, curve in drawn], [run for run, _ in drawn], x="step")
 
 
 @runs_app.command("tail")
@@ -125,9 +125,9 @@ def plot(
         save_figure(curves, names, out, x_label=_with_unit(x), log=log, smooth=smooth)
         print(f"made {out}")
         return
-    console = _console()
+    console = make_console()
     console.print(printable(f"{name}  {names[0]}" if len(names) == 1 else name), style="bold")
-    _draw(console, curves, names, x, log, smooth)
+    show_curves(console, curves, names, x, log, smooth)
 
 
 def report(
@@ -143,9 +143,10 @@ def report(
     print(f"made {out} ({size / 1e6:.1f} MB)")
 
 
-def _draw(
+def show_curves(
     console: "Console", curves: "list[Series]", names: list[str], x: str, log: bool = False, smooth: float = 0.0
 ) -> None:
+    """Print curves that share their axes, with their names if there are several."""
     from etude.runs.curves import Style, draw, legend
 
     is_plain = len(curves) > 1 and console.color_system is None
@@ -160,7 +161,7 @@ def _with_unit(x: str) -> str:
     return "seconds" if x == "time" else x
 
 
-def _console() -> "Console":
+def make_console() -> "Console":
     """Return a console for tables: as wide as the terminal, or as wide as needed in a pipe."""
     from rich.console import Console
 

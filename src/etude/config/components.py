@@ -5,12 +5,15 @@ _HOMES = {
     "batch_transform": {"data.mixing": "cutmix mixup mixup_cutmix"},
     "callback": {
         "callbacks.csv_logger": "csv_logger",
+        "callbacks.device_stats": "device_stats",
         "callbacks.early_stopping": "early_stopping",
         "callbacks.ema": "ema",
-        "callbacks.find_nonfinite": "find_nonfinite",
         "callbacks.freeze": "freeze",
         "callbacks.gradient_monitor": "gradient_monitor",
+        "callbacks.learning_rate_monitor": "learning_rate_monitor",
         "callbacks.model_checkpoint": "model_checkpoint",
+        "callbacks.nan_debugger": "nan_debugger",
+        "callbacks.profiler": "profiler",
         "callbacks.sinks.mlflow": "mlflow",
         "callbacks.sinks.opentelemetry": "opentelemetry",
         "callbacks.sinks.prometheus": "prometheus",
@@ -55,10 +58,22 @@ _HOMES = {
         "models.text_classifier": "text_classifier",
         "models.transformer": "causal_transformer_lm transformer_lm",
     },
-    "optimizer": {"optim.optimizers": "adam adamw rmsprop sgd", "optim.several": "several"},
+    "optimizer": {
+        "optim.device": "adafactor lion",
+        "optim.muon": "muon",
+        "optim.optimizers": "adagrad adam adamw nadam radam rmsprop sgd",
+        "optim.schedule_free": "schedule_free_adamw",
+        "optim.several": "several",
+        "optim.wrappers": "lookahead sam",
+    },
+    "pruner": {"sweep.search": "hyperband median none percentile successive_halving threshold"},
+    "sampler": {"sweep.search": "cmaes gp grid random tpe"},
     "scheduler": {
+        "callbacks.reduce_on_plateau": "plateau",
+        "optim.cooldowns": "cooldown wsd",
+        "optim.settings": "by_setting per_group",
         "optim.schedules": "constant cosine cosine_annealing cosine_restarts exponential inverse_sqrt linear multistep "
-        "one_cycle polynomial product sequence sgdr step step_decay warmup warmup_cosine"
+        "one_cycle polynomial product sequence sgdr step step_decay warmup warmup_cosine",
     },
     "weighting": {
         "multitask.weighting.losses": "dwa imtl_l static uncertainty",
@@ -72,3 +87,5 @@ MODULES = {
     for kind, homes in _HOMES.items()
 }
 """Kind → name → module, below `etude`."""
+BY_PATH = {"optimizer": "optim.imported"}
+"""Kind → module whose `find` returns a component by its dotted path (`torch.optim.Adamax`)."""

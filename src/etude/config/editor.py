@@ -9,6 +9,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
 
+from etude.config.components import BY_PATH
 from etude.config.registry import kinds, lookup, names
 from etude.config.schema import SectionSpec, root_model
 from etude.config.selection import component_model
@@ -100,7 +101,9 @@ def _kind_schema(kind: str, components: Mapping[str, dict[str, Any]]) -> dict[st
         arguments["properties"] = {"name": {"const": name}} | arguments.get("properties", {})
         arguments.pop("title", None)
         cases.append({"if": {"properties": {"name": {"const": name}}, "required": ["name"]}, "then": arguments})
-    known = {"enum": list(components), "description": f"Which {kind}."}
+    known: dict[str, Any] = {"enum": list(components), "description": f"Which {kind}."}
+    if kind in BY_PATH:
+        known = {"anyOf": [{"enum": known.pop("enum")}, {"pattern": r"\."}], **known}
     section = {"type": "object", "properties": {"name": known}, "required": ["name"], "allOf": cases}
     if not cases:
         del section["allOf"]

@@ -149,7 +149,10 @@ def _unknown(loc: Loc, context: _Context) -> str:
     here = _dotted(context.path, loc[:-1])
     home = next((path for path, other in context.elsewhere.items() if key in other.spellings and path != here), None)
     near = nearest(key, shape.spellings, cutoff=_SURE if home else 0.6)
-    if near:
+    inside = _inside(key, loc[:-1], shape, context) if here else ()
+    if inside:
+        hint = f"; did you mean '{_dotted(here, inside)}'?"
+    elif near:
         context.suggested.add((*loc[:-1], shape.spellings[near]))
         hint = f"; did you mean '{near}'?" + (f" '{shorten(key)}' itself belongs to '{home}'" if home else "")
     elif home:
@@ -157,6 +160,17 @@ def _unknown(loc: Loc, context: _Context) -> str:
     else:
         hint = _of_another_component(key, shape) or _near_elsewhere(key, here, context)
     return f"{noun}{hint} (allowed: {listed(shape.names, shorten=bool(hint))})"
+
+
+def _inside(key: str, loc: Loc, shape: Shape, context: _Context) -> Loc:
+    """Return the location of the key in a section inside this one, at any depth; empty if none has it."""
+    for name in shape.names:
+        inner = shape_at(context.hint, (*loc, name), context.data, context.provided)
+        if inner is not None:
+            below = (key,) if key in inner.spellings else _inside(key, (*loc, name), inner, context)
+            if below:
+                return (name, *below)
+    return ()
 
 
 def _of_another_component(key: str, shape: Shape) -> str:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from etude.config.components import MODULES
+from etude.config.components import BY_PATH, MODULES
 from etude.core.errors import ConfigError
 from etude.core.spelling import shorten, suggest
 
@@ -120,7 +120,10 @@ def kinds() -> list[str]:
 def _find(kind: str, name: str) -> Component | None:
     if name not in _COMPONENTS.get(kind, {}) and (module := _our_modules(kind).get(name)):
         import_module(module)  # importing it registers the component
-    return _COMPONENTS.get(kind, {}).get(name)
+    found = _COMPONENTS.get(kind, {}).get(name)
+    if found is None and "." in name and kind in BY_PATH:
+        return Component(kind, name, import_module(f"etude.{BY_PATH[kind]}").find(name))
+    return found
 
 
 def _our_modules(kind: str) -> dict[str, str]:

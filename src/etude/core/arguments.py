@@ -6,7 +6,7 @@ import math
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -51,9 +51,10 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the arguments of each call against the `Annotated` ranges of the signature.
+    """Check the arguments of each call against the `Annotated` ranges and `Literal` values of the signature.
 
-    Raises ConfigError with the argument, its value and the range. Types are left to mypy and to the config parser.
+    Raises ConfigError with the argument, its value and what is allowed. Types are left to mypy and to the config
+    parser.
 
     >>> from typing import Annotated
     >>> from annotated_types import Gt
@@ -76,7 +77,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)  # let Python raise its own TypeError, which names the function
         owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
         for name, value in given.items():
-            if name in ranged and value is not None:
+            if name in ranged:
                 _check(f"{owner}: {name}", value, ranged[name])
         return function(*args, **kwargs)
 
@@ -93,20 +94,29 @@ def check_ranges(function: Callable[..., Any], arguments: Mapping[str, Any], whe
 
 def _check(what: str, value: Any, hint: Any) -> None:
     origin, args = get_origin(hint), get_args(hint)
+    if value is None:  # whether it may be is a matter of types
+        return
     if origin is Annotated:
-        bounds = [] if isinstance(value, (tuple, list)) else list(_bounds(args[1:]))
-        if bounds and (isinstance(value, str) or not all(holds(value, limit) for holds, limit, _ in bounds)):
-            allowed = " and ".join(f"{words} {limit}" for _, limit, words in bounds)
-            raise ConfigError(f"{what} is {value}; it must be {allowed}")
-        if bounds and isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{what} is {value}; it must be finite")
+        _check_bounds(what, value, [] if isinstance(value, (tuple, list)) else list(_bounds(args[1:])))
         _check(what, value, args[0])
+    elif origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{what} is {value!r:.60}; it must be {' or '.join(map(repr, args))}")
     elif origin in (Union, types.UnionType):
         for arg in args:
-            _check(what, value, arg)
+            if get_origin(arg) is not Literal:  # another member may fit
+                _check(what, value, arg)
     elif args and isinstance(value, (tuple, list)):
         for place, item in enumerate(value):
             _check(f"{what}[{place}]", item, args[min(place, len(args) - 1)])
+
+
+def _check_bounds(what: str, value: Any, bounds: list[tuple[Callable[[Any, Any], bool], Any, str]]) -> None:
+    if bounds and (isinstance(value, str) or not all(holds(value, limit) for holds, limit, _ in bounds)):
+        allowed = " and ".join(f"{words} {limit}" for _, limit, words in bounds)
+        raise ConfigError(f"{what} is {value}; it must be {allowed}")
+    if bounds and isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{what} is {value}; it must be finite")
 
 
 def _bounds(metadata: tuple[Any, ...]) -> Iterator[tuple[Callable[[Any, Any], bool], Any, str]]:
@@ -124,8 +134,8 @@ def _bounds(metadata: tuple[Any, ...]) -> Iterator[tuple[Callable[[Any, Any], bo
 
 
 def _annotations(hint: Any) -> Iterator[Any]:
-    """Yield every `Annotated` inside a type hint."""
-    if get_origin(hint) is Annotated:
+    """Yield every `Annotated` and `Literal` inside a type hint."""
+    if get_origin(hint) in (Annotated, Literal):
         yield hint
     for arg in get_args(hint):
         if not isinstance(arg, (str, int)):

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from etude.core.errors import DataError
 from etude.core.forms import kind_of, moves_without_waiting, parts_of, with_parts
+from etude.core.spans import span
 
 Batch = Any
 """Tensor · (input,) · (input, …, labels) · DataBatch · mapping with `input_ids`, `tokens` or other inputs · object."""
@@ -168,7 +169,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
             return batch.to(device, non_blocking=device.type == "cuda")
         return batch.to(device)
 
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), ("to", move))
+    with span("transfer"):
+        return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), ("to", move))
 
 
 def in_pinned_memory(batch: Batch) -> Batch:

@@ -44,7 +44,7 @@ class LabelRange:
         """Raise DataError if a label on a device was out of range. Synchronises, if there were any."""
         if self._ends is not None:
             lowest, highest = self._ends.tolist()
-            if highest > -math.inf:
+            if highest != -math.inf:
                 self._compare(-lowest, highest)
 
     def reset(self) -> None:
@@ -53,6 +53,6 @@ class LabelRange:
             self._ends.fill_(-math.inf)
 
     def _compare(self, lowest: float, highest: float) -> None:
-        if lowest < self._low or highest > self._high:
-            found = lowest if lowest < self._low else highest
+        if not (lowest >= self._low and highest <= self._high):  # NaN is out of range too
+            found = highest if lowest >= self._low else lowest
             raise DataError(self._words.replace("{found}", f"{found:g}" if found % 1 else f"{found:.0f}"))

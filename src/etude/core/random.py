@@ -1,12 +1,13 @@
 """Seeding, the state of every random generator of a run, and isolated random draws."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def set_seed(seed: int) -> None:
@@ -61,6 +62,26 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
+def rewinder() -> Callable[[], None]:
+    """Return a function that gives the generators that `aside` covers their present states again.
+
+    >>> rewind = rewinder(); first = torch.rand(1); rewind(); bool(torch.rand(1) == first)
+    True
+    """
+    devices = _devices()
+    python, numpy, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = [device.get_rng_state() for device in devices]
+
+    def rewind() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(tensor)
+        for device, state in zip(devices, before, strict=True):
+            device.set_rng_state(state)
+
+    return rewind
+
+
 @contextmanager
 def aside(seed: int) -> Iterator[None]:
     """Draw from generators seeded by `seed`; restore their states afterwards (about 60 µs).
@@ -73,28 +94,59 @@ def aside(seed: int) -> Iterator[None]:
     >>> bool(torch.rand(1) == expected)
     True
     """
-    devices = _devices()
-    python, numpy, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    before = [device.get_rng_state() for device in devices]
+    rewind = rewinder()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # torch.random.fork_rng takes 1 ms if CUDA is not initialised
-    for device in devices:
+    for device in _devices():
         device.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(tensor)
-        for device, state in zip(devices, before, strict=True):
-            device.set_rng_state(state)
+        rewind()
 
 
 def _devices() -> list[Any]:
     """Return the torch device modules, besides the CPU, with a generator in use: that of the current device."""
     cuda = [torch.cuda] if torch.cuda.is_initialized() else []
     return [*cuda, torch.mps] if torch.backends.mps.is_available() else cuda
+
+
+class Replay:
+    """Torch's random state at one point, to be replayed; no synchronisation, since generator states are on the host.
+
+    >>> random = Replay(torch.device("cpu"))
+    >>> random.remember()
+    >>> first, second = torch.rand(1), torch.rand(1)
+    >>> with random.again():
+    ...     torch.rand(1) == first
+    tensor([True])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = [device] if device.type == "cuda" else []
+        self._states: list[Tensor] = []
+
+    def remember(self) -> None:
+        """Save the current state."""
+        self._states = self._now()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers again in this block; the state after it does not depend on it."""
+        with torch.random.fork_rng(self._cuda):
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._cuda, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a random number has been drawn since `remember`."""
+        return not all(map(torch.equal, self._states, self._now()))
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
 
 
 class RunRandom:

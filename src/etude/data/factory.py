@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import torch
 
+from etude.core.by_epoch import ByEpoch
 from etude.core.errors import ConfigError, DataError
 from etude.core.loader import Loader
 from etude.data.loader import DataLoader, StreamLoader
@@ -75,7 +76,8 @@ class DataLoaderFactory:
     [[0, 1], [2, 3], [4]]
     """
 
-    batch_size: int = 32
+    batch_size: int | Mapping[int, int] = 32
+    """A schedule {epoch: size} is for training; evaluation uses its first size."""
     seed: int = 0
     drop_last: bool = False
     """Drop the last, smaller batch of a training epoch; evaluation always uses every sample."""
@@ -101,6 +103,8 @@ class DataLoaderFactory:
         if unknown := sorted(set(settings) - set(names)):
             raise ConfigError(f"a loader has no setting {', '.join(unknown)}; it has {', '.join(names)}")
         given = config if isinstance(config, Mapping) else vars(config)
+        if (settings.get("batch_size") or given.get("batch_size")) == "auto":
+            raise ConfigError("batch_size is auto, which only a Trainer can find out; set a number")
         return cls(**{name: given[name] for name in names if name in given} | settings)
 
     def create(self, data: Any, *, training: bool = True, **options: Any) -> DataLoader:
@@ -123,5 +127,6 @@ class DataLoaderFactory:
                     "it to 0, and use prefetch to read in a thread"
                 )
             settings = {"training": training} | {k: v for k, v in settings.items() if k not in WORKERS}
-        size: int = settings.pop("batch_size")
-        return make_loader(data, size, **settings)
+        size: int | Mapping[int, int] = settings.pop("batch_size")
+        loader = make_loader(data, ByEpoch("batch_size", size).at(0), **settings)
+        return loader.resized(size) if training and isinstance(size, Mapping) else loader

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from etude.core.batch import Batch
+from etude.core.by_epoch import ByEpoch
 from etude.core.errors import DataError
 from etude.data.order.sampler import BatchSampler
 from etude.data.sources.samples import Place, SampledBatches, Samples, say_unused
@@ -115,6 +116,8 @@ class DataLoader:
 
     def _set(self, batch_size: int, shuffle: bool, prefetch: int, place: Place) -> None:
         self.batch_size, self.shuffle, self.prefetch, self.device = batch_size, shuffle, prefetch, place.device
+        self.batch_sizes: dict[int, int] | None = None
+        """The schedule {epoch: size}, if the size changes."""
         self.epoch = 0
         """The epoch of the next `for` or `reset`."""
         self._current: EpochIterator | None = None
@@ -122,6 +125,7 @@ class DataLoader:
     def _read(self, source: SampledBatches | StreamBatches) -> None:
         """Read batches from this source from the next iteration on."""
         self._source: SampledBatches | StreamBatches = source
+        self._resized: dict[int, SampledBatches] = {}
         self.rank, self.world_size = source.rank, source.world_size
         self.epoch_samples, self.num_batches = source.epoch_samples, source.num_batches
 
@@ -131,8 +135,50 @@ class DataLoader:
         assert isinstance(self._source, SampledBatches), "streams have a plan instead of a sampler; use a DataLoader"
         return self._source.sampler
 
+    def indices(self, epoch: int, position: int) -> list[int] | None:
+        """Return the indices in the data of this rank's batch at a position of an epoch; None for streams."""
+        source = self._source
+        return source.sampler.batch(epoch, position).tolist() if isinstance(source, SampledBatches) else None
+
+    @property
+    def can_use_workers(self) -> bool:
+        """Whether worker processes can make its batches: samples of a dataset, and decoded images."""
+        return isinstance(self._source, SampledBatches) and self._source.samples.can_use_workers
+
     def __len__(self) -> int:
         return self.num_batches
+
+    def batch_size_in(self, epoch: int) -> int:
+        """Return the size of the batches of an epoch."""
+        return self.batch_size if self.batch_sizes is None else ByEpoch("batch_size", self.batch_sizes).at(epoch)
+
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of batches in an epoch."""
+        return self._source_of(epoch).num_batches
+
+    def resized(self, batch_sizes: Mapping[int, int]) -> Self:
+        """Return a loader of the same samples in the same order, whose batches have another size from some epochs on.
+
+        Every epoch has every sample once. Raises DataError for streams.
+
+        >>> loader = DataLoader(torch.arange(5), batch_size=2, shuffle=False).resized({0: 2, 1: 4})
+        >>> [batch.data.tolist() for batch in loader.iterate(epoch=1)]
+        [[0, 1, 2, 3], [4]]
+        """
+        if not isinstance(self._source, SampledBatches):
+            raise DataError("streams have batches of one size; set batch_size to a number")
+        schedule, mine = ByEpoch("batch_size", batch_sizes), copy.copy(self)
+        mine._read(self._source.resized(schedule.at(0)))
+        mine.batch_size, mine.batch_sizes = schedule.at(0), dict(batch_sizes)
+        return mine
+
+    def _source_of(self, epoch: int) -> SampledBatches | StreamBatches:
+        if self.batch_sizes is None or not isinstance(self._source, SampledBatches):
+            return self._source
+        size = self.batch_size_in(epoch)
+        if size not in self._resized:
+            self._resized[size] = self._source.resized(size)
+        return self._resized[size]
 
     def shared(self, rank: int, world_size: int) -> Self:
         """Return a loader of the same batches that gives rank `rank` its share of each."""
@@ -146,13 +192,13 @@ class DataLoader:
             raise DataError("samples of several streams have no common order; use the loader of one stream")
         samples, ordered = self._source.samples, copy.copy(self)
         sampler = BatchSampler(samples.size, self.batch_size, shuffle=False, order=samples.order(shuffle=False))
-        ordered.shuffle = False
+        ordered.shuffle, ordered.batch_sizes = False, None
         ordered._read(SampledBatches(samples, sampler.shared(self.rank, self.world_size)))
         return ordered
 
     def iterate(self, epoch: int, position: int = 0) -> EpochIterator:
         """Return the batches of `epoch` from sample `position` on."""
-        source = self._source
+        source = self._source_of(epoch)
         if not 0 <= position <= source.epoch_samples:
             raise DataError(
                 f"cannot start at sample {position}: an epoch has only {source.epoch_samples} samples; use the data "
@@ -195,7 +241,7 @@ class DataLoader:
 
     def has_next(self) -> bool:
         """Whether the current epoch has another batch."""
-        return self._source.has_batch(self.current_index)
+        return self._source_of(max(0, self.epoch - 1)).has_batch(self.current_index)
 
     def next(self) -> Batch:
         """Return the next batch of the current epoch; raises DataError at its end."""

@@ -55,6 +55,12 @@ def local_gradients(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def share_buffers_next(model: nn.Module) -> None:
+    """Broadcast the buffers of rank 0 before the next forward pass, also if the last one failed on some rank."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_forward_param_sync = True
+
+
 def idle_output(model: nn.Module) -> Tensor:
     """Return 0 with a zero gradient for every parameter: what a rank without samples adds to a step.
 
@@ -141,11 +147,16 @@ class RankTask(Task):
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if their names change."""
         idle = is_empty(batch)
-        if self.task.announcement() is None:  # on all ranks: they decide together
-            self._decide(model, batch, idle=idle)
-        # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
-        zero = idle_output(model) if idle else None
-        terms = {} if idle else self.task(model, batch, metrics=metrics)
+        try:
+            if self.task.announcement() is None:  # on all ranks: they decide together
+                self._decide(model, batch, idle=idle)
+            # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
+            zero = idle_output(model) if idle else None
+            terms = {} if idle else self.task(model, batch, metrics=metrics)
+        except torch.OutOfMemoryError:
+            if not self._agreed:  # other ranks wait for the names of the terms
+                self._agreed = self._agree({}, keeps=True)
+            raise
         keeps = idle or self._keeps_terms(model, batch)
         if not self._agreed:
             self._agreed = self._agree(terms, keeps=keeps)
@@ -164,14 +175,20 @@ class RankTask(Task):
 
     def _decide(self, model: nn.Module, batch: Batch, *, idle: bool) -> None:
         """Take the decisions of the first batches alike: of ranks that differ, the first one counts."""
-        if not idle:
-            self.task.decide_on(model, batch)
+        failure = None
+        try:
+            if not idle:
+                self.task.decide_on(model, batch)
+        except torch.OutOfMemoryError as error:
+            failure = error
         mine, agreed = json.dumps(self.task.decisions()), dict[str, object]()
         for text in self.world.gather_text(mine):
             agreed = {**json.loads(text), **agreed}
         if agreed != json.loads(mine):
             self.task.decide(agreed)
         self._agreed = {}  # a decision may change the terms
+        if failure is not None:  # raised only now: other ranks wait for the decisions
+            raise failure
 
     def _keeps_terms(self, model: nn.Module, batch: Batch) -> bool:
         """Whether several terms may be trained: with gradient accumulation this requires known counts."""

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.eject.ejection import Ejected, eject, ejected
+    from etude.eject.ejection import Ejected as Ejected, eject as eject, ejected as ejected
 
-__all__ = ["Ejected", "eject", "ejected"]
 
 __getattr__ = load_late(__name__, __file__)

@@ -50,7 +50,7 @@ def check_trainer(config: ExperimentConfig, trainer: Trainer) -> None:
     if {param.dtype for param in params} not in ({torch.float32}, {torch.float64}):
         raise refuse(config, "model", "its weights are not all float32, or all float64")
     if trainer.learning_rate.callbacks:
-        raise refuse(config, "scheduler", "torch's schedulers are not written; name one of `etude list`")
+        raise refuse(config, "scheduler", "a schedule that follows a metric is not written; use another one")
 
 
 def optimizer_text(config: ExperimentConfig, trainer: Trainer) -> list[str]:
@@ -98,7 +98,7 @@ def add_schedule(config: ExperimentConfig, trainer: Trainer, sources: Sources) -
     if schedule is None:
         return False
     if not isinstance(schedule, FunctionType):
-        raise refuse(config, "scheduler", f"it is a {type(schedule).__name__}, not a function")
+        raise refuse(config, "scheduler", "only one function of the step is written, for all groups and no metric")
     with placed(config, "scheduler"):
         sources.add_closure(schedule, "lr_factor")
     return True

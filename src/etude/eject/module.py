@@ -9,7 +9,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from importlib.util import resolve_name
 from typing import Any
 
 from etude.core import ConfigError
@@ -44,11 +43,6 @@ class Module:
             return Module(name)
         except (OSError, TypeError, KeyError) as error:
             raise ConfigError(f"the source of {name} cannot be read ({error})") from error
-
-    def imported_from(self, node: ast.ImportFrom) -> str:
-        """Return the full name of the module that an import statement names, also if it is relative."""
-        package = getattr(sys.modules[self.name], "__package__", None)
-        return resolve_name("." * node.level + (node.module or ""), package)
 
     # --- places in the text
 

@@ -45,7 +45,16 @@ IDLE = frozenset(
 )
 """Keys of `training` that do not change the weights: they are left out."""
 WATCHING = (
-    *("csv_logger", "find_nonfinite", "gradient_monitor", "model_checkpoint", "text_samples"),
+    *(
+        "csv_logger",
+        "gradient_monitor",
+        "model_checkpoint",
+        "nan_debugger",
+        "device_stats",
+        "learning_rate_monitor",
+        "profiler",
+        "text_samples",
+    ),
     *("mlflow", "opentelemetry", "prometheus", "tensorboard", "trackio", "wandb"),
 )
 """Callbacks that do not change training: they are left out."""
@@ -57,6 +66,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "device": (lambda value: value in ("auto", "cpu"), "only runs on the CPU have the same bits; set it to cpu"),
     "compile": (lambda value: value in ("auto", "off"), "compiled code is not plain PyTorch; set it to off"),
     "capture": (lambda value: value in ("auto", "off"), "CUDA graphs are not plain PyTorch; set it to off"),
+    "batch_size": (lambda value: isinstance(value, int), "only one number can be written; set one"),
     "grad_accum_steps": (lambda value: isinstance(value, int), "a schedule cannot be written; set one number"),
 }
 """Key of `training` → which values can be written, and why others cannot."""

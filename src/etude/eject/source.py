@@ -9,6 +9,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable
+from importlib.util import resolve_name
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -101,7 +102,9 @@ class Sources:
                 raise ConfigError(f"`import {one.name}` of your own module; write `from {one.name} import …` instead")
             self.imports.add((one.name, "", one.asname or ""))
             return
-        value, source = getattr(sys.modules[module.name], name), module.imported_from(node)
+        home: Any = sys.modules[module.name]
+        value = getattr(home, name)
+        source = resolve_name("." * node.level + (node.module or ""), home.__package__)
         is_definition = isinstance(value, (type, FunctionType))
         if isinstance(value, ModuleType) or not _is_own(value.__module__ if is_definition else source):
             self.imports.add((source, one.name, one.asname or ""))
@@ -156,7 +159,11 @@ def import_lines(imports: set[tuple[str, str, str]]) -> str:
     for name, _, alias in sorted(one for one in imports if not one[1]):
         sections[_is_standard(name)].append(f"import {name} as {alias}" if alias else f"import {name}")
     for module in sorted({one[0] for one in imports if one[1]}):
-        names = sorted({one[1:] for one in imports if one[0] == module and one[1]}, key=_member_order)
+        # Constants, classes, then the rest, as ruff and isort sort the names of an import.
+        names = sorted(
+            {one[1:] for one in imports if one[0] == module and one[1]},
+            key=lambda one: (not (one[0].isupper() and len(one[0]) > 1), not one[0][:1].isupper(), one[0]),
+        )
         listed = ", ".join(f"{name} as {alias}" if alias else name for name, alias in names)
         sections[_is_standard(module)].append(f"from {module} import {listed}")
     return "\n\n".join("\n".join(lines) for lines in sections.values() if lines)
@@ -167,19 +174,12 @@ def _first_line(node: ast.AST | None) -> str:
     return (words or "").partition("\n")[0]
 
 
-def _member_order(one: tuple[str, str]) -> tuple[int, str]:
-    """Constants, classes, then the rest, as ruff and isort sort the names of an import."""
-    name = one[0]
-    return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2), name
-
-
 def _is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
 def _is_own(module: str) -> bool:
     """Whether the source of a module is copied: etude, and files of the user that are not installed."""
-    if module.partition(".")[0] == "etude":
-        return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
+    is_installed = file is None or any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
+    return module.partition(".")[0] == "etude" or not is_installed

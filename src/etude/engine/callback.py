@@ -37,7 +37,7 @@ Epochs are counted from zero. A hook that no callback overrides costs nothing.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +47,13 @@ from torch import Tensor, nn
 from etude.core import Clock, Control, Loader, StepReport, Task
 from etude.core.model_record import RemembersArguments
 from etude.core.monitor import Best
+from etude.engine.learning_rate import LearningRate
 from etude.engine.precision import MixedPrecision
-from etude.engine.update import LearningRate
 from etude.monitor.events import Media
 
 if TYPE_CHECKING:
     from etude.engine.callback_list import CallbackList
+    from etude.engine.step import Step
 
 logger = logging.getLogger("etude")
 
@@ -95,6 +96,10 @@ class RunParts:
     learning_rate: LearningRate | None = None
     has_schedule: bool = False
     """Whether a schedule of the run sets the learning rate of every step."""
+    step: "Step | None" = None
+    """What trains: its last batches, precision, task; None in a validation."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The `training` section; empty if the run has none."""
 
 
 @dataclass(slots=True)

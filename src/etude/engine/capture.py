@@ -21,6 +21,7 @@ from torch import Tensor
 from etude.core import Batch, StepReport, TrainingError
 from etude.core.batch import map_tensors
 from etude.core.random import host_draws, rng_state, set_rng_state
+from etude.core.spans import needs_eager_steps, span
 from etude.engine.explain import first_line, first_of, place_of
 from etude.engine.graph import Graph, Inputs, Numbers
 from etude.engine.host_state import Watched, host_state
@@ -60,12 +61,14 @@ class Capture:
         self.refused: str | None = None
         """Why steps run eagerly from now on."""
         self._watched = Watched(step.model, step.updater)
+        step.splitter.listeners.append(self._graphs_of_other_sizes)
         self._recoveries = CudaRecorder.recoveries
         self._others: list[Tensor] = []
         """Other tensors of model and task that a step changes in place."""
         self._kept: list[Any] = []
         """Objects that must live as long as the graphs."""
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._has_noticed_changes = False
         self._lost = 0
         """Times that graphs were invalidated since one of them was replayed."""
         self._seen: dict[Hashable, int] = {}
@@ -75,8 +78,10 @@ class Capture:
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step."""
         number = self.step.clock.step
-        if self.refused is not None or not self.step.objective.is_usual(number):
+        if self.refused is not None or not self.step.objective.is_usual(number) or needs_eager_steps():
             return self.step.run(micro_batches)
+        if self.step.changed_settings:
+            return self._run_changed(micro_batches)
         if any(one.gradients_every > 1 and one.wants_gradients(number) for one in self.step.watchers):
             return self.step.run(micro_batches)
         tensors: list[Tensor] = []
@@ -91,7 +96,18 @@ class Capture:
         if not graph.is_checked:
             return self._check(key, graph, micro_batches, tensors)
         self._lost = 0
-        return graph.run(tensors, self.step.updater.lr)
+        with span("captured"):
+            return graph.run(tensors, self.step.updater.lr)
+
+    def _run_changed(self, micro_batches: Sequence[Batch]) -> StepReport:
+        """Run a step eagerly: learning rates are on the device, other settings are constants of a graph."""
+        what = ", ".join(self.step.changed_settings)
+        if self.needed:
+            self._give_up(f"a schedule changes {what} between steps")
+        if not self._has_noticed_changes:
+            self._has_noticed_changes = True
+            self.step.notice(f"steps in which a schedule changes {what} are not captured as CUDA graphs")
+        return self.step.run(micro_batches)
 
     # --- the key of a graph
 
@@ -105,6 +121,8 @@ class Capture:
             raise Unfit("a callback reads the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")
+        if step.second_pass is not None and step.second_pass.has_drawn:
+            raise Unfit("the second gradients of a step repeat its random numbers (dropout), which a graph cannot")
         form = form_of(micro_batches, tensors)
         device = step.updater.device
         if any(tensor.device != device for tensor in tensors):
@@ -120,6 +138,7 @@ class Capture:
             step.metrics,
             step.updater.constants(),
             self._watched.modes(),
+            step.splitter.size,
         )
         try:
             hash(key)
@@ -143,6 +162,11 @@ class Capture:
         self._watched.look()
         self._recoveries = CudaRecorder.recoveries
 
+    def _graphs_of_other_sizes(self) -> None:
+        """Drop all graphs, and their memory: steps are divided into other micro-batches from now on."""
+        self._graphs.clear()
+        self._seen.clear()
+
     def _tensors_of_run(self) -> Iterator[Tensor]:
         """Yield everything a step changes in place: parameters, buffers, optimizer state, loss scale and so on."""
         yield from self._watched.tensors()
@@ -163,9 +187,11 @@ class Capture:
         is_due = self._seen[key] >= WARM_UP_STEPS and self.step.updater.has_stepped
         if not is_due and len(self._seen) != FEW_FORMS:
             return self.step.run(micro_batches)
-        drawn, (before, tensors) = host_draws(), self._host_state()
+        drawn, (before, tensors), size = host_draws(), self._host_state(), self.step.splitter.size
         versions = [version_of(tensor) for tensor in tensors]
         report, share = self.recorder.timed(lambda: self.step.run(micro_batches))
+        if self.step.splitter.size != size:  # memory ran out: the next steps are divided
+            return report
         after, found = self._host_state()
         if host_draws() != drawn:
             self._give_up("the model draws random numbers on the host, which a graph would repeat in every step")

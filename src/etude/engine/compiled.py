@@ -97,6 +97,10 @@ class CompiledTask:
             return self.task(model, batch, metrics=metrics)
         return {name: LossTerm(*parts) for name, parts in found.items()}
 
+    def resize(self) -> None:
+        """Compile smaller batches too: from now on they are divided differently."""
+        self._batch_size, self._largest = None, 0
+
     # --- what is decided
 
     def decisions(self) -> dict[str, Any]:

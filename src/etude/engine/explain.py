@@ -182,16 +182,21 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory",
 """How allocators report it: CPU on Linux and Windows, CUDA, cuBLAS and cuDNN."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, of the host or of a device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    is_known = isinstance(error, RuntimeError) and not isinstance(error, EtudeError)
+    return is_known and any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+
+
 @contextlib.contextmanager
 def explain_out_of_memory(device: torch.device, place: str, remedies: Callable[[], list[str]]) -> Iterator[None]:
     """Turn an out-of-memory error into one message with the location, such as " in validation", and the remedies."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        is_named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if isinstance(error, EtudeError) or not (
-            is_named or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
-        ):
+        if not is_out_of_memory(error):
             raise
         others = ["check that no other process uses the device (nvidia-smi)"] if device.type == "cuda" else []
         raise TrainingError(

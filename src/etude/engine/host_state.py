@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from etude.engine.update import Updater, state_tensors
-from etude.optim.several import optimizers_in
+from etude.optim.several import everything_in
 
 PLAIN = (bool, int, float, str, type(None), np.generic)
 """Types of attributes that are compared by value."""
@@ -53,7 +53,7 @@ class Watched:
 
     def __init__(self, model: nn.Module, updater: Updater) -> None:
         self.model, self.updater = model, updater
-        self._optimizers = optimizers_in(updater.optimizer)
+        self._optimizers = list(everything_in(updater.optimizer))
         self.look()
 
     def look(self) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from etude.core import Batch, Control, DataError, Loader
+from etude.core.spans import span
+from etude.engine.learning_rate import LearningRate
 from etude.engine.meter import measure
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.stopping import OTHER_PROCESS, FiniteCheck, Interrupted, Interrupts, StopPoll
-from etude.engine.update import LearningRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Loop:
                 self._run_epoch()
         finally:
             self.step.objective.end_run()
+            self.step.batches = ()  # their memory is free again
         if self.clock.position and not self.control.stop:
             self._end_inside_epoch()
         if not self.control.stop:
@@ -123,7 +125,7 @@ class Loop:
                     before(clock.step)
                 if batches.position != end:  # a hook rewound the loader to read other data from here on
                     continue
-                self.learning_rate.set(clock.step)
+                self.step.changed_settings = self.learning_rate.set(clock.step)
                 report = self.step(micro_batches)
                 clock.step += 1
                 self.log.add(report, measure(micro_batches), clock.step, clock.position, end)
@@ -155,7 +157,7 @@ class Loop:
         logs = (
             self.log.numbers(tally, self.step)
             | self._measured()
-            | self.step.updater.rates()
+            | self._rates()
             | {"epoch_s": tally.seconds}
             | self._phase()
         )
@@ -177,15 +179,24 @@ class Loop:
         """Return the training metrics of the epoch so far."""
         return self.step.task.measures.results(self.state.world, self.step.updater.device, training=True)
 
+    def _rates(self) -> dict[str, float]:
+        """Return the learning rates, and other settings that have a schedule."""
+        return self.step.updater.rates() | self.learning_rate.others()
+
     def _between_steps(self) -> None:
         plan, step = self.plan, self.clock.step
         if _every(plan.log_interval, step):
-            record = self.log.numbers(self.log.take_window(), self.step)
-            self.finite.streak(step)
-            position = {"step": step, "epoch": self.clock.epoch, "samples": self.clock.samples, **self._phase()}
-            self.callbacks.on_log({**position, **record, **self.step.updater.rates(), **self.callbacks.numbers()})
+            with span("logging"):
+                self._log_point()
         self._poll()
         self._validate_and_save()
+
+    def _log_point(self) -> None:
+        record = self.log.numbers(self.log.take_window(), self.step)
+        self.finite.streak(self.clock.step)
+        position = {"step": self.clock.step, "epoch": self.clock.epoch, "samples": self.clock.samples}
+        rates = self._rates()
+        self.callbacks.on_log({**position, **self._phase(), **record, **rates, **self.callbacks.numbers()})
 
     def _poll(self) -> None:
         if asked := self.stop_poll.asked(self.clock.step):
@@ -210,7 +221,8 @@ class Loop:
             self.callbacks.on_validation_begin(self.clock.epoch)
             self.interrupts.may_cut_off = self._may_cut_off
             try:
-                numbers = self.validate()
+                with span("validation"):
+                    numbers = self.validate()
             except Interrupted:
                 self._cut_off = True
                 self.callbacks.on_validation_cut_off(self.clock.epoch)
@@ -236,8 +248,9 @@ class Loop:
         if self.saver is None:
             return
         metrics = self.logs if self._logs_at == self.clock.step else {}
-        if (path := self.saver.save(metrics)) is not None:
-            self.callbacks.on_checkpoint(path)
+        with span("saving"):
+            if (path := self.saver.save(metrics)) is not None:
+                self.callbacks.on_checkpoint(path)
         self.log.restart_timer()
 
     def _set_logs(self, logs: dict[str, float]) -> None:
@@ -269,7 +282,8 @@ class Loop:
         """Yield from `groups`, counting the time spent waiting for data."""
         while True:
             start = time.perf_counter()
-            group = next(groups, None)
+            with span("data"):
+                group = next(groups, None)
             self.log.add_wait(time.perf_counter() - start)
             if group is None:
                 return

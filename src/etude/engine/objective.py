@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from etude.core import Batch, Task, Terms, TrainingError
 from etude.core.task import check_terms
 from etude.distributed import World
-from etude.distributed.parallel import RankTask, check_gradients, idle_output, local_gradients
+from etude.distributed.parallel import RankTask, check_gradients, idle_output, local_gradients, share_buffers_next
 from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
 
@@ -49,12 +49,18 @@ class Objective:
 
     is_capturable = True
     """False if the host decides something in a step by values it reads or draws: no CUDA graph can replay it."""
+    can_defer = True
+    """False if ranks communicate between the micro-batches of a step."""
+    defers = False
+    """Whether gradients are all-reduced after all backward passes: until then a rank may fail and begin again."""
 
     def __init__(self, task: Task, parts: ObjectiveParts) -> None:
         self.parts = parts
         self.task = self.on_rank(task)
         """The task as this rank runs it."""
         self.step = 0
+        self.is_repeating = False
+        """Whether this is the second pass over the micro-batches of a step, of which nothing is reported."""
         self.micro_batches: Sequence[Batch] = ()
         self._is_last = False
         self.sums: dict[str, Tensor] = {}
@@ -76,10 +82,12 @@ class Objective:
         self.micro_batches, self.step = micro_batches, step
         self.sums, self.counts = {}, {}
         self.totals = self._single = None
+        if self.defers:
+            share_buffers_next(self.parts.model)
 
     def micro_batch(self, place: int) -> AbstractContextManager[object]:
         """Return the context of a micro-batch: the last one of a step all-reduces the gradients."""
-        self._is_last = place + 1 == len(self.micro_batches)
+        self._is_last = place + 1 == len(self.micro_batches) and not self.defers
         if self.parts.world.size == 1 or self._is_last:
             return _NOTHING
         return local_gradients(self.parts.model)
@@ -99,6 +107,8 @@ class Objective:
 
     def finish(self) -> Tensor | float:
         """Complete the gradients; return the divisor for the update."""
+        if self.defers:
+            idle_output(self.parts.model).backward()
         if self.totals is not None:
             return self.undo_average(1.0)
         if self._single is None:
@@ -114,6 +124,10 @@ class Objective:
     def is_usual(self, step: int) -> bool:  # noqa: ARG002
         """Return whether a step is like the others; if not, it is not replayed from a graph."""
         return True
+
+    def only_once(self) -> str:
+        """Return what cannot run the micro-batches of a step twice before the update; empty if there is nothing."""
+        return ""
 
     def connect(self, callbacks: CallbackList) -> None:
         """Called before training with the callbacks of the run: some read values that only an objective has."""
@@ -136,6 +150,12 @@ class Objective:
 
     def _divide_from_now_on(self, weighted: Terms) -> None:
         """From now on divide every term before its backward pass; divide the gradients so far by the same total."""
+        if self.defers:
+            raise TrainingError(
+                f"the loss has several terms ({', '.join(weighted)}), whose counts the processes exchange during "
+                "a step: it cannot be done again if one of them runs out of memory; set training.on_out_of_memory to "
+                "error"
+            )
         self.totals = self.totals_of(weighted)
         if self._single is not None:
             gradients = [param.grad for param in self.parts.params if param.grad is not None]

@@ -68,7 +68,7 @@ class MixedPrecision:
         if name not in ("fp32", *_DTYPES):
             raise ConfigError(f"precision must be one of auto, fp32, bf16, fp16, got {name!r}")
         self.name = name
-        self._summands = float(max(summands, 1))
+        self.summands = float(max(summands, 1))
         self.scaler = LossScaler(device, loss_scale) if name == "fp16" else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns the context in which the forward pass and the loss run."""
@@ -78,11 +78,11 @@ class MixedPrecision:
 
     def scale(self, objective: Tensor) -> Tensor:
         """Return the value to call backward on."""
-        return objective if self.scaler is None else objective * (self.scaler.scale / self._summands)
+        return objective if self.scaler is None else objective * (self.scaler.scale / self.summands)
 
     def unscale(self, divisor: Tensor | float) -> Tensor | float:
         """Return the divisor for gradients of a scaled objective."""
-        return divisor if self.scaler is None else divisor * self.scaler.scale / self._summands
+        return divisor if self.scaler is None else divisor * self.scaler.scale / self.summands
 
     def update(self, skipped: Tensor) -> None:
         """Adapt the loss scale after an update."""

@@ -29,6 +29,7 @@ from etude.distributed import World
 from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import DECISIONS, CompiledTask
 from etude.engine.precision import MixedPrecision
+from etude.engine.splitter import MicroBatchSplitter
 from etude.engine.step_log import RunningSums, StepLog
 
 logger = logging.getLogger("etude")
@@ -57,6 +58,7 @@ STATE = record_of(
         "seed": int,
         "loss": NotRequired[dict[str, Any]],  # only if it has decided something
         "compile": NotRequired[record_of("Compile", DECISIONS)],
+        "micro_batches": NotRequired[record_of("MicroBatches", {"size": Annotated[int, Ge(1)], "given": Count})],
         "metrics": NotRequired[Annotated[list[Tensor], MinLen(1)]],  # only if some are measured in training
         "data": NotRequired[Annotated[list[Tensor], MinLen(1)]],  # only if the loader keeps a state of its own
     },
@@ -85,6 +87,8 @@ class TrainState:
     compiled: CompiledTask | None = None
     """Its decisions are saved too."""
     loader: StatefulLoader | None = None
+    splitter: MicroBatchSplitter = field(default_factory=MicroBatchSplitter)
+    """The size of micro-batches that fits into memory is saved if it had to be found."""
     random: RunRandom = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +102,8 @@ class TrainState:
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the model's tensors and the tree of everything else. All ranks must call this together."""
         compiled = {} if self.compiled is None else self.compiled.decisions()
-        decided = {"loss": self.task.decisions(), "compile": compiled}
+        sizes = self.splitter.state_dict()
+        decided = {"loss": self.task.decisions(), "compile": compiled, "micro_batches": sizes}
         return clean_state_dict(self.model), {
             "clock": self.clock.state_dict(),
             "optimizer": optimizer_state(self.optimizer, self.model),
@@ -166,6 +171,7 @@ class TrainState:
         state = checkpoint.state
         with errors_of(checkpoint.path, "loss"):
             self.task.decide(state.get("loss", {}))
+            self.splitter.load_state_dict(state.get("micro_batches", {}))
             if self.compiled is not None:
                 self.compiled.decide(state.get("compile", {}))
         with _rates_kept(self.optimizer):

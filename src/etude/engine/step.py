@@ -10,15 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from etude.core import Batch, Clock, ConfigError, StepReport, Task, Terms
-from etude.core.arguments import as_whole
+from etude.core import Batch, Clock, StepReport, Task, Terms
 from etude.core.buffers import BufferGuard
+from etude.core.by_epoch import ByEpoch
+from etude.core.spans import span
 from etude.core.task import as_task
 from etude.distributed import World
 from etude.engine.callback import Callback, Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import MixedPrecision
+from etude.engine.second_pass import SecondPass
+from etude.engine.splitter import MicroBatchSplitter
 from etude.engine.update import Updater
 
 logger = logging.getLogger("etude")
@@ -36,10 +39,12 @@ class Step:
         *,
         world: World | None = None,
         metrics: bool | None = False,
+        splitter: MicroBatchSplitter | None = None,
     ) -> None:
         """Connect the components; `task` is a `Task` or a function with its signature.
 
         With `metrics`, terms of weight 0 (accuracy …) are computed in training too; None: those that cost little.
+        `splitter` divides batches that are too large for the device.
         """
         self.model = model
         self.task = as_task(task)
@@ -60,13 +65,24 @@ class Step:
         """Receives a message about a failure that does not stop training."""
         self.watchers: Sequence[Callback] = ()
         """Callbacks that look at the gradients of some steps before they are applied."""
+        self.changed_settings: Sequence[str] = ()
+        """Settings of the optimizer, other than learning rates, that a schedule has changed for this step."""
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
         """Called with `skipped` at the end of every step, on the device."""
+        self.batches: Sequence[Batch] = ()
+        """The micro-batches of the last step."""
+        self.splitter = splitter if splitter is not None else MicroBatchSplitter(world=self.world)
+        self.splitter.warn = lambda words: self.warn(words)
         self._buffers = BufferGuard(model)
+        self.second_pass: SecondPass | None = None
+        """Computes the gradients again, at other weights, if the optimizer needs that."""
+        if updater.needs_second_gradient:
+            self.second_pass = SecondPass(model, self.objective, updater)
         self._is_announced = False
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step; raise DataError for mismatched tensors."""
+        self.batches = micro_batches
         try:
             self.updater.send_rates()
             for batch in micro_batches:
@@ -80,35 +96,56 @@ class Step:
             raise
 
     def _announce(self) -> None:
-        """Pass on what the task has decided on its first batches."""
+        """Pass on what the optimizer has chosen and the task has decided on its first batches."""
         text = self.task.announcement()
         self._is_announced = text is not None
-        if text:
-            self.notice(text)
+        if self._is_announced:
+            for words in filter(None, (self.updater.announcement(), text)):
+                self.notice(words)
 
     def run(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Zero the gradients, run every micro-batch forward and backward, divide, clip, update."""
         objective, updater = self.objective, self.updater
-        updater.zero_grad()
         self._buffers.remember()
-        objective.begin(micro_batches, self.clock.step)
-        for place, batch in enumerate(micro_batches):
-            with objective.micro_batch(place):
-                with self.precision.autocast():
-                    terms = self.forward(self.model, batch, metrics=self.metrics)
-                self.task.observe(batch)
-                objective.backward(terms)
-        count = objective.finish()
+        if self.second_pass is not None:
+            self.second_pass.remember()
+        count = self._gradients(micro_batches)
+        sums, counts = objective.sums, objective.counts
+        if self.second_pass is not None:
+            count = self.second_pass.run(lambda: self._gradients(micro_batches))
         for one in self.watchers:
             if one.wants_gradients(self.clock.step):
                 one.on_gradients(Gradients(self.model, updater.params, count, self.precision))
-        divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
-        norm, skipped = updater.apply(divisor)
-        objective.after_update()
-        self._buffers.put_back(skipped)
-        for follow in self.after_update:
-            follow(skipped)
-        return StepReport(objective.sums, objective.counts, norm, divisor, skipped, updater.lr, objective.optional)
+        with span("optimizer"):
+            divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
+            norm, skipped = updater.apply(divisor)
+            objective.after_update()
+            self._buffers.put_back(skipped)
+            for follow in self.after_update:
+                follow(skipped)
+        return StepReport(sums, counts, norm, divisor, skipped, updater.lr, objective.optional)
+
+    def _gradients(self, micro_batches: Sequence[Batch]) -> Tensor | float:
+        """Compute the gradients of all micro-batches; return what they are to be divided by."""
+        self.splitter.run(micro_batches, self._backward, self.model, self._buffers.restore)
+        with span("backward"):
+            return self.objective.finish()
+
+    def _backward(self, micro_batches: Sequence[Batch]) -> None:
+        """Run every micro-batch forward and backward, and add up the gradients."""
+        objective = self.objective
+        self.updater.zero_grad()
+        objective.begin(micro_batches, self.clock.step)
+        for place, batch in enumerate(micro_batches):
+            with objective.micro_batch(place):
+                with span("forward"), self.precision.autocast():
+                    terms = self.forward(self.model, batch, metrics=self.metrics)
+                if objective.is_repeating:
+                    self.task.judged = None  # metrics are those of the first pass
+                else:
+                    self.splitter.observe(self.task, batch)
+                with span("backward"):
+                    objective.backward(terms)
 
 
 class GradientAccumulator:
@@ -125,20 +162,14 @@ class GradientAccumulator:
 
     def __init__(self, optimizer: Any = None, accumulation_steps: int | Mapping[int, int] = 1) -> None:
         """Set the number of micro-batches. `optimizer` is accepted only for readability at the call site."""
-        schedule = dict(accumulation_steps) if isinstance(accumulation_steps, Mapping) else {0: accumulation_steps}
-        if 0 not in schedule or any(epoch < 0 for epoch in schedule):
-            raise ConfigError(
-                f"an accumulation schedule must start at epoch 0, got epochs {sorted(schedule)}; write {{0: 1, 5: 4}}"
-            )
-        schedule = {epoch: as_whole("accumulation_steps", steps, least=1) for epoch, steps in schedule.items()}
         self.optimizer = optimizer
-        self.most = max(schedule.values())
+        self.schedule = ByEpoch("accumulation_steps", accumulation_steps)
+        self.most = max(self.schedule.values)
         """The largest number of micro-batches per step."""
-        self._schedule = sorted(schedule.items())
 
     def steps_at(self, epoch: int) -> int:
         """Return the number of micro-batches per step in `epoch`."""
-        return next(steps for first, steps in reversed(self._schedule) if first <= epoch)
+        return self.schedule.at(epoch)
 
     def num_steps(self, num_batches: int, epochs: range) -> int:
         """Return the optimizer steps in `epochs`, with `num_batches` batches in each, in constant time.
@@ -146,13 +177,7 @@ class GradientAccumulator:
         >>> GradientAccumulator(accumulation_steps={0: 1, 5: 4}).num_steps(8, range(10**9))
         2000000030
         """
-        assert epochs.step == 1
-        total = 0
-        ends = [first for first, _ in self._schedule[1:]] + [epochs.stop]
-        for (first, steps), end in zip(self._schedule, ends, strict=True):
-            num_epochs = max(0, min(end, epochs.stop) - max(first, epochs.start))
-            total += num_epochs * -(-num_batches // steps)
-        return total
+        return sum((span.stop - span.start) * -(-num_batches // steps) for span, steps in self.schedule.spans(epochs))
 
     def group(self, batches: Iterable[Batch], epoch: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step; the last step of an epoch may have fewer."""

@@ -214,7 +214,8 @@ class StepLog:
         """Return how many tokens per second all ranks could train on at peak matrix-product speed."""
         if self._peak is None:
             dtype = _DTYPES.get(step.precision.name, next(step.model.parameters()).dtype)
-            flops_per_token = FLOPS_PER_WEIGHT * max(matrix_parameters(step.model), 1)
+            passes = 1 if step.second_pass is None else 2
+            flops_per_token = passes * FLOPS_PER_WEIGHT * max(matrix_parameters(step.model), 1)
             self._peak = self.world.size * peak_flops(step.updater.device, dtype) / flops_per_token
             self.restart_timer()  # exclude the measurement from the step's time
         return self._peak

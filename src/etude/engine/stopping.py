@@ -23,7 +23,7 @@ OTHER_PROCESS = "signal to another process"
 POLL_S = 0.5
 """How often ranks exchange whether one of them was asked to stop."""
 REMEDIES = "To continue, lower the learning rate, set training.gradient_clip_norm, or check the data for NaN"
-FINDER = "the callback find_nonfinite names the samples and the first layer"
+FINDER = "the callback nan_debugger names the samples and the first layer"
 USUAL_SHARE = 0.1
 """Share of updates that a loss scale may skip while it adapts, before a warning."""
 

@@ -4,7 +4,6 @@ All of it stays on the device. A fused kernel can divide and skip itself, so div
 loss scale and clipping become one factor passed to it: no extra pass over the gradients.
 """
 
-import math
 import operator
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from etude.core import TrainingError
 from etude.engine.precision import MixedPrecision
 from etude.optim.clipping import global_norm
+from etude.optim.device import DeviceOptimizer
 from etude.optim.eager import take_step
 from etude.optim.pieces import InPieces
-from etude.optim.schedules import Schedule
-from etude.optim.several import owner_of
+from etude.optim.several import Optimizers, owner_of, perturbed_in
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
 """Optimizers whose non-fused kernels accept a learning rate on the device, if their groups are capturable."""
@@ -47,6 +46,9 @@ class Updater:
         self._has_stepped = False
         self._met: set[int] = set()
         """Parameters that have been updated at least once."""
+        self._perturbed = perturbed_in(optimizer)
+        self._first_norm: Tensor | None = None
+        """Norm of the first gradients of a step that needs second ones."""
         self._constants: dict[float, Tensor] = {}
         self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
         self._names = _rate_names(optimizer)
@@ -69,6 +71,10 @@ class Updater:
         groups = self.optimizer.param_groups
         return {"lr": self.lr} | {f"lr/{name}": float(groups[place]["lr"]) for place, name in self._names.items()}
 
+    def announcement(self) -> str | None:
+        """Return what the optimizer has to say about itself, or None."""
+        return self.optimizer.announcement() if isinstance(self.optimizer, Optimizers) else None
+
     def send_rates(self) -> None:
         """Copy the learning rates to the device, before the step that uses them."""
         while len(self._rates) < len(self.optimizer.param_groups):  # groups may be added during training
@@ -81,6 +87,10 @@ class Updater:
         """Whether there has been a finite update: until then the host checks every one."""
         return self._has_stepped or bool(self.optimizer.state)
 
+    def forget(self) -> None:
+        """Forget earlier updates, which have been undone."""
+        self._has_stepped, self._met = False, set()
+
     def constants(self) -> Hashable:
         """Return the host-side values of an update: settings, and rates that are not on the device."""
         return self.clip_norm, self.clip_value, *[rate.constants() for rate in self._rates]
@@ -89,6 +99,22 @@ class Updater:
         """Set the gradients to None."""
         for param in self.params:
             param.grad = None
+
+    @property
+    def needs_second_gradient(self) -> bool:
+        """Whether `perturb`, another gradient and `restore` must come before `apply`."""
+        return self._perturbed is not None
+
+    def perturb(self) -> None:
+        """Move the weights to where the optimizer wants its gradient, and drop the gradients."""
+        assert self._perturbed is not None
+        self._first_norm = self._perturbed.perturb()
+        Updater.zero_grad(self)
+
+    def restore(self) -> None:
+        """Restore the weights that `perturb` has moved."""
+        assert self._perturbed is not None
+        self._perturbed.restore()
 
     def apply(self, divisor: Tensor | float) -> tuple[Tensor, Tensor]:
         """Update the parameters with gradients divided by `divisor` (it includes the loss scale) and clipped.
@@ -101,7 +127,10 @@ class Updater:
         if any(map(_IS_SPARSE, grads)):
             grads = self._values()
         norm = global_norm(grads)
-        skipped = norm.mul(0.0).ne_(0.0)  # inf·0 and nan·0 are nan, which differs from 0
+        skipped = norm.mul(0.0)  # inf·0 and nan·0 are nan, which differs from 0
+        if self._first_norm is not None:
+            skipped = skipped + self._first_norm * 0.0
+        skipped = skipped.ne_(0.0)
         if self.clip_norm is not None:
             # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
             scaled_norm = norm if self.clip_norm == 1.0 else norm / self.clip_norm
@@ -168,7 +197,7 @@ class Updater:
         for rate in self._rates:
             rate.lend()
         try:
-            if _is_recorded(self.params[0]):
+            if is_recorded(self.params[0]):
                 with InPieces():  # type: ignore[no-untyped-call]
                     take_step(self.optimizer)
             else:
@@ -203,7 +232,7 @@ class Updater:
         return any(param.grad is not None and id(param) not in self._met for param in self.params)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
-        if _is_recorded(like):  # a graph must not read memory that may be freed
+        if is_recorded(like):  # a graph must not read memory that may be freed
             return torch.full((), value, dtype=torch.float32, device=like.device)
         if value not in self._constants:
             self._constants = {value: torch.full((), value, dtype=torch.float32, device=like.device)}
@@ -221,7 +250,7 @@ def _rate_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     }
 
 
-def _is_recorded(tensor: Tensor) -> bool:
+def is_recorded(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -292,7 +321,9 @@ def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
     ):
         return False  # a user-defined step may compute with the Python float
     if group.get("fused"):
-        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD))
+        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad))
+    if isinstance(optimizer, DeviceOptimizer):
+        return True
     return "capturable" in group and isinstance(optimizer, _CAPTURABLE)
 
 
@@ -321,54 +352,3 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """Return all tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-class LearningRate:
-    """Sets the learning rate of every parameter group to its base rate times the schedule's factor.
-
-    The base rate of a group is its `initial_lr`, as with torch's schedulers; a group without one gets its rate before
-    the first step. It is saved and loaded with the optimizer. Without a schedule and a `scale` the rates are not
-    changed: they are constant, or user code sets them.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: Schedule | None) -> None:
-        """Without an optimizer it does nothing."""
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.scale: float | None = None
-        """A further factor of every rate; None if nothing will change it."""
-        # A checkpoint loaded before the first step may contain rates already changed by a schedule.
-        self._made = [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
-
-    def set(self, step: int) -> None:
-        """Set the rate of the next step."""
-        if self.optimizer is None or (self.schedule is None and self.scale is None):
-            return
-        factor: Any = 1.0 if self.schedule is None else self.schedule(step)
-        if not (isinstance(factor, Tensor) or _is_factor(factor)):  # reading a tensor would synchronise
-            raise TrainingError(
-                f"the schedule gave {factor!r:.60} for step {step}; return a finite factor of at least 0 for every "
-                "step of the run"
-            )
-        factor *= 1.0 if self.scale is None else self.scale
-        for place, group in enumerate(self.optimizer.param_groups):
-            rate, base = group["lr"], self._base(place, group)
-            if not isinstance(rate, Tensor):
-                group["lr"] = float(base) * factor
-            elif isinstance(base, Tensor):
-                rate.copy_(base).mul_(factor)  # reading it would synchronise
-            else:
-                rate.fill_(base * factor)
-
-    def _base(self, place: int, group: dict[str, Any]) -> Tensor | float:
-        if "initial_lr" not in group:  # a group added later has not been scheduled yet
-            group["initial_lr"] = self._made[place] if place < len(self._made) else float(group["lr"])
-        base: Tensor | float = group["initial_lr"]
-        return base
-
-
-def _is_factor(value: Any) -> bool:
-    try:
-        return bool(0 <= value < math.inf)
-    except TypeError:
-        return False

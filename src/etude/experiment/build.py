@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -22,7 +22,7 @@ from etude.monitor import RunFolder
 from etude.optim import AdamW
 from etude.trainer import Trainer, TrainerConfig, resolve_device
 from etude.trainer.machine import making_model
-from etude.trainer.optimization import PlannedSchedule
+from etude.trainer.schedule import PlannedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,9 @@ def build_trainer(
     folder: RunFolder | None = None,
     world: World | None = None,
     progress: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """Build everything (the data only if not given) and return the trainer.
+    """Build everything (the data only if not given) and return the trainer; `callbacks` come after the config's.
 
     The seed is set first, so that initial weights are reproducible.
     """
@@ -161,7 +162,9 @@ def build_trainer(
     set_seed(training.seed)
     with making_model(torch.device("cpu")):
         draft.model = _build(config, "model", selection, **sizes)
-    train_loader = data.loader("train")
+    # the trainer makes the loaders itself if it must find the size of batches
+    loader: Any = (lambda name: getattr(data.splits, name)) if training.batch_size == "auto" else data.loader
+    train_loader = loader("train")
     if train_loader is None and folder is not None:
         raise DataError(f"{data.place}: there is no train split (there are: {', '.join(data.names) or 'none'})")
     names = ("loss", "validation_loss", "optimizer", "scheduler")
@@ -170,6 +173,7 @@ def build_trainer(
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
     draft.facts |= known
     draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
+    draft.callbacks += callbacks
     classes = data.splits.facts.get("classes") if data.splits.facts else None
     named = {} if classes is None else {"class_names": classes}
     if data.splits.facts:
@@ -179,14 +183,12 @@ def build_trainer(
     return Trainer(
         draft.model,
         train_loader,
-        data.loader("validation"),
+        loader("validation"),
         config=training,
         optimizer=AdamW
         if optimizer is None
         else lambda params: _build(config, "optimizer", optimizer, params=params),
-        scheduler=None
-        if scheduler is None
-        else PlannedSchedule(lambda plan: _build(config, "scheduler", scheduler, **plan)),
+        scheduler=None if scheduler is None else PlannedSchedule(scheduler, config.document),
         loss=None if loss is None else _build(config, "loss", loss, **draft.given),
         val_loss=None if val_loss is None else _build(config, "validation_loss", val_loss, **draft.given),
         metrics=[

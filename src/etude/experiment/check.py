@@ -13,6 +13,7 @@ from etude.config import RunDraft, Selection, build_selection
 from etude.core import ConfigError
 from etude.engine.callback import RunParts
 from etude.engine.callback_list import CallbackList
+from etude.engine.learning_rate import LearningRate
 from etude.engine.recompute import recompute_activations
 from etude.experiment.build import data_key
 from etude.experiment.config import ExperimentConfig
@@ -34,10 +35,11 @@ _ANY: dict[str, Any] = {
 _MANY_STEPS = 10**12
 
 
-def check_experiment(config: ExperimentConfig) -> None:
+def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
     """Raise ConfigError or DataError for anything that `train` would refuse before its first step without data.
 
-    Nothing is downloaded or written. The model is built without memory for its weights.
+    Nothing is downloaded or written. The model is built without memory for its weights. Returns the optimizer, with
+    small weights.
     """
     resolve_device(config.training.device)
     selection = config.require("model")
@@ -64,13 +66,18 @@ def check_experiment(config: ExperimentConfig) -> None:
     CallbackList(listed).bind(RunParts(model, task))
     if (blocks := config.training.recomputed_blocks) is not None:
         recompute_activations(model, **blocks)
-    _check_optimizer(config, model)
+    optimizer = _small_optimizer(config, model)
     if (scheduler := config.selection("scheduler")) is not None:
         # A run has at most `max_steps`; otherwise its length depends on the data.
-        _build(config, "scheduler", scheduler, total_steps=config.training.max_steps or _MANY_STEPS)
+        schedule = _build(config, "scheduler", scheduler, total_steps=config.training.max_steps or _MANY_STEPS)
+        try:
+            LearningRate(optimizer, schedule)
+        except ConfigError as error:
+            raise ConfigError(f"{config.document.place('scheduler')}: {error}") from error
+    return optimizer
 
 
-def _check_optimizer(config: ExperimentConfig, model: nn.Module) -> None:
+def _small_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer on small weights with the same number of dimensions as the model's."""
     selection = config.selection("optimizer")
     small = _Small({name: _weight_like(one) for name, one in model.named_parameters()})
@@ -78,7 +85,7 @@ def _check_optimizer(config: ExperimentConfig, model: nn.Module) -> None:
     def build(params: Any) -> Any:
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
 
-    make_optimizer(build, small, config.sections["training"])
+    return make_optimizer(build, small, config.sections["training"])
 
 
 class _Small(nn.Module):

@@ -18,7 +18,7 @@ from etude.engine.callback import Callback
 from etude.experiment.features import features_for
 from etude.monitor import RunFolder
 from etude.trainer import TRAINING_ALIASES
-from etude.trainer.optimization import DEFAULT_SCHEDULE
+from etude.trainer.schedule import DEFAULT_SCHEDULE
 
 _MOVES = {
     "learning_rate": ("optimizer", "lr", ("lr", "learning_rate")),

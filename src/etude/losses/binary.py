@@ -14,7 +14,7 @@ from torch import Tensor
 from etude.config.registry import register
 from etude.core.arguments import checked
 from etude.core.batch import Batch
-from etude.core.errors import DataError, TrainingError
+from etude.core.errors import TrainingError
 from etude.core.label_range import LabelRange
 from etude.core.task import LossTerm, Terms
 from etude.losses.functional import IGNORE_INDEX, averaged
@@ -85,7 +85,7 @@ def multi_label_bce_term(
     weights = element_weights(targets, mask, label_weights, ignore_index)
     labels = _filled(targets, weights)
     if targets.is_cpu and not torch.compiler.is_compiling():
-        check_labels(labels)
+        LabelRange().add(labels, 0, 1, OUT_OF_RANGE)
     labels = labels.to(logits.dtype)
     if weights is None:
         return LossTerm(_losses(logits, labels, pos_weight).sum(), targets.numel())
@@ -109,7 +109,6 @@ class BinaryLoss(LossStrategy):
         self.ignore_index = ignore_index
         self._pos_weight: Tensor | float | None = pos_weight
         self._label_weights: Tensor | None = None
-        self._checked = False
         self._range = LabelRange()
 
     def terms(self, output: Any, batch: Batch, *, metrics: bool) -> Terms:
@@ -119,22 +118,13 @@ class BinaryLoss(LossStrategy):
         self._place(logits.device)
         weights, skip = self._label_weights, self.ignore_index
         _check_weights("pos_weight", self._pos_weight, logits)
-        self._check(labels)
+        if not labels.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Labels on the host are checked with the loss, others with a log point: reading them would synchronise.
+            self._range.add(_filled(labels, present_labels(labels, None, skip)), 0, 1, OUT_OF_RANGE)
         terms = {"loss": multi_label_bce_term(logits, labels, weights, None, self._pos_weight, skip)}
         if metrics:
             terms["accuracy"] = binary_accuracy_term(logits, labels, skip)
         return terms
-
-    def _check(self, labels: Tensor) -> None:
-        """Raise DataError for labels outside 0 … 1: on a GPU at once in the first batch, later with a log point."""
-        if self._checked and (labels.is_cpu or not torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            return  # labels on the host are checked with the loss
-        filled = _filled(labels, present_labels(labels, None, self.ignore_index))
-        if not self._checked:
-            check_labels(filled)
-        elif labels.dtype is not torch.bool:
-            self._range.add(filled, 0, 1, OUT_OF_RANGE)
-        self._checked = True
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
         """Return nothing; raise DataError if there were labels out of range on a device."""
@@ -222,15 +212,6 @@ def element_weights(
         return present
     weights = label_weights.to(targets.device)
     return weights.expand(targets.shape) if present is None else present * weights
-
-
-def check_labels(targets: Tensor) -> None:
-    """Raise DataError if a label is outside 0 … 1. Synchronises with the device."""
-    if targets.dtype is torch.bool or not targets.numel():
-        return
-    low, high = (bound.item() for bound in torch.aminmax(targets))
-    if not (low >= 0 and high <= 1):
-        raise DataError(OUT_OF_RANGE.format(found=f"{high if low >= 0 else low:g}"))
 
 
 def _losses(logits: Tensor, labels: Tensor, pos_weight: Tensor | float | None) -> Tensor:

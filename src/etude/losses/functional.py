@@ -235,7 +235,7 @@ def check_shapes(logits: Tensor, targets: Tensor, class_dim: int) -> None:
         raise TrainingError("the model's output is a single number; return one logit per class for cross entropy")
     found = tuple(targets.shape)
     indices = list(logits.shape)
-    num_classes = indices.pop(class_dim)
+    indices.pop(class_dim)
     if targets.is_floating_point():
         if targets.shape != logits.shape:
             raise TrainingError(
@@ -244,10 +244,7 @@ def check_shapes(logits: Tensor, targets: Tensor, class_dim: int) -> None:
                 f"shape {tuple(indices)}"
             )
     elif list(found) != indices:
-        hint = "; drop the last dimension with labels.squeeze(-1)" if list(found) == [*indices, 1] else ""
-        if found == tuple(logits.shape) and num_classes > 1:
-            hint = "; convert class probabilities to floating point, or use labels.argmax for indices"
         raise TrainingError(
-            f"labels of shape {found} do not fit the model's output of shape {tuple(logits.shape)}: "
-            f"expected {tuple(indices)}{hint}"
+            f"labels of shape {found} do not fit the model's output of shape {tuple(logits.shape)}: expected "
+            f"{tuple(indices)}, class indices (use labels.squeeze or labels.argmax), or floating-point probabilities"
         )

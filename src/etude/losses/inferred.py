@@ -96,14 +96,11 @@ class InferredLoss(LossStrategy):
         """
         strategy = self._choose(output, batch)
         terms = strategy.terms(output, batch, metrics=metrics)
-        if isinstance(strategy, ClassificationLoss) and not torch.compiler.is_compiling():
-            self._check_probabilities(targets_of(batch)[0])
+        if _has_probabilities(strategy, batch) and not torch.compiler.is_compiling():
+            labels = targets_of(batch)[0]
+            if labels.is_cpu or torch.is_grad_enabled():
+                self._sums.add(labels.sum(-1), 0.5, 1.5, NO_PROBABILITIES)  # half precision rounds the sums
         return terms
-
-    def _check_probabilities(self, labels: Tensor) -> None:
-        """Raise DataError for rows that are no probabilities of classes, such as several labels."""
-        if labels.is_floating_point() and (labels.is_cpu or torch.is_grad_enabled()):
-            self._sums.add(labels.sum(-1), 0.5, 1.5, NO_PROBABILITIES)  # half precision rounds the sums
 
     def has_cheap_metrics(self, output: Any, batch: Batch) -> bool:
         """Return the value of the chosen strategy."""
@@ -134,10 +131,11 @@ class InferredLoss(LossStrategy):
         self._has_own = own is not None
         if own is None:
             return
-        equal = [one for one, value in ours if _are_equal(value, own)]
+        tolerance = TOLERANCES.get(own.dtype, HALF_TOLERANCE) * own.abs().clamp_min(1e-3)
+        equal = [one for one, value in ours if bool((value - own).abs() <= tolerance)]
         if not own.isfinite():  # a batch without labels shows nothing
             self._for_now = ours[0][0] if ours else ModelLoss()
-        elif len(equal) == 1 and _is_shifted(equal[0]) and are_next_tokens(targets_of(batch)[0], batch):
+        elif len(equal) == 1 and getattr(equal[0], "shift", False) and are_next_tokens(targets_of(batch)[0], batch):
             self.chosen = LanguageModelingLoss(shift=False)
             self._why = "without the shift of the model's own, because the labels are the next tokens already"
         elif len(equal) == 1:
@@ -224,7 +222,9 @@ def fitting_strategies(output: Any, batch: Batch, ignore_index: int | None = Non
     """Return the strategies that fit the shapes of output and labels, the likeliest first."""
     size = shape_of(output)
     labels, already_shifted = targets_of(batch)
-    if len(size) == 3 and (already_shifted or labels is None) and _is_integer(inputs_of(batch)):
+    inputs = inputs_of(batch)
+    reads_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    if len(size) == 3 and (already_shifted or labels is None) and reads_tokens:
         return [LanguageModelingLoss(shift=True)]
     if not isinstance(labels, Tensor):
         return []
@@ -287,15 +287,6 @@ def both_losses(
         return own, []
 
 
-def _are_equal(ours: Tensor, own: Tensor) -> bool:
-    tolerance = TOLERANCES.get(own.dtype, HALF_TOLERANCE)
-    return bool((ours - own).abs() <= tolerance * own.abs().clamp_min(1e-3))
-
-
-def _is_shifted(strategy: LossStrategy) -> bool:
-    return isinstance(strategy, LanguageModelingLoss) and strategy.shift is True
-
-
 def _name_of(strategy: LossStrategy) -> str:
     return next(name for name, make in KINDS.items() if type(strategy) is type(make(None)))
 
@@ -320,7 +311,3 @@ def _shows_nothing(labels: Any) -> bool:
     """Return whether all labels of several outputs are 0: they may be several labels, or numbers. Synchronises."""
     is_open = isinstance(labels, Tensor) and labels.is_floating_point() and labels.dim() == 2 and labels.shape[1] > 1
     return is_open and not bool(labels.any())
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_floating_point()

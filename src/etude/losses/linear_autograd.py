@@ -135,18 +135,8 @@ def _operator(
 
 
 @_operator.register_fake
-def _shapes(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,  # noqa: ARG001
-    row_weights: Tensor,
-    label_smoothing: float,  # noqa: ARG001
-    softcap: float | None,  # noqa: ARG001
-    wants: list[bool],
-    chunk_rows: int,  # noqa: ARG001
-    product_type: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _shapes(*given: Any) -> tuple[Tensor, ...]:
+    hidden, weight, bias, _, row_weights, _, _, wants, _, product_type = given
     sums = [row_weights.new_empty(()) for _ in range(3)]
     kinds = (product_type, row_weights.dtype, row_weights.dtype)
     grads = [

@@ -138,8 +138,11 @@ class R2(Tally):
             self.load_state((_combined(*parts) if len(parts) == 2 else parts[0]).flatten())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers, of as many outputs as there are."""
-        self.load_state(state["sums"])
+        """Restore the numbers, of as many outputs as there are; none if it was saved before its first batch."""
+        if state["sums"].numel():
+            self.load_state(state["sums"])
+        else:
+            self._sums = None
 
     def compute(self) -> float:
         """Return the value over everything since the last reset; nan if there is nothing. Synchronises."""

@@ -59,8 +59,7 @@ class JsonlSink:
     def _append(self, data: bytes) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            if (end := last_line_end(self.path)) < os.fstat(self._descriptor).st_size:
-                os.ftruncate(self._descriptor, end)  # the rest was being written when a process died
+            drop_torn_line(self.path, self._descriptor)
         size = os.fstat(self._descriptor).st_size
         try:
             written = 0
@@ -145,3 +144,9 @@ def last_line_end(path: Path) -> int:
                 return start + newline + 1
             end = start
     return 0
+
+
+def drop_torn_line(path: Path, descriptor: int) -> None:
+    """Truncate a file, open for writing, after its last newline: the rest was being written when a process died."""
+    if (end := last_line_end(path)) < os.fstat(descriptor).st_size:
+        os.ftruncate(descriptor, end)

@@ -1,6 +1,6 @@
 """Codebooks from files: the centroids or bin centres that tokens represent, as one float32 tensor."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,35 +56,25 @@ def load_npz_key(path: str | Path, key_candidates: Sequence[str] = NPZ_KEYS) -> 
     return _load(path, ".npz", key_candidates)
 
 
-def _read_npy(path: Path, _: tuple[str, ...]) -> Any:
+def _read(path: Path, suffix: str, candidates: tuple[str, ...]) -> Any:
+    """Return the array of a file, or its contents by name."""
+    if suffix == ".joblib":
+        return read_joblib(path, candidates)
+    if suffix == ".safetensors":
+        return safetensors.torch.load(path.read_bytes())
     with path.open("rb") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def _read_npz(path: Path, candidates: tuple[str, ...]) -> Any:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-        chosen = next((name for name in candidates if name in archive.files), None)
-        return dict.fromkeys(archive.files) if chosen is None else archive[chosen]
-
-
-def _read_safetensors(path: Path, _: tuple[str, ...]) -> Any:
-    return safetensors.torch.load(path.read_bytes())
-
-
-_READERS: dict[str, Callable[[Path, tuple[str, ...]], Any]] = {
-    ".joblib": read_joblib,
-    ".npz": _read_npz,
-    ".npy": _read_npy,
-    ".safetensors": _read_safetensors,
-}
-"""Functions that return the array of a file, or its contents by name."""
+        if suffix == ".npy":
+            return np.lib.format.read_array(file, allow_pickle=False)
+        with np.load(file, allow_pickle=False) as archive:
+            chosen = next((name for name in candidates if name in archive.files), None)
+            return dict.fromkeys(archive.files) if chosen is None else archive[chosen]
 
 
 def _load(path: str | Path, suffix: str, key_candidates: Sequence[str]) -> Tensor:
     path = Path(path).expanduser()
     if isinstance(key_candidates, str) or not all(isinstance(name, str) for name in key_candidates):
         raise ConfigError(f"key_candidates must be a list of names, not {key_candidates!r}")
-    if suffix not in _READERS:
+    if suffix not in (".joblib", ".npz", ".npy", ".safetensors"):
         raise DataError(
             f"{path}: a codebook must be a .joblib, .pkl, .npz, .npy or .safetensors file; write it with "
             "numpy.savez(path, centroids=array)"
@@ -94,7 +84,7 @@ def _load(path: str | Path, suffix: str, key_candidates: Sequence[str]) -> Tenso
         raise DataError(f"{path}: no such file{did_you_mean(path.name, beside)}")
     candidates = tuple(key_candidates)
     try:
-        found = _READERS[suffix](path, candidates)
+        found = _read(path, suffix, candidates)
     except DataError:
         raise
     except Exception as error:  # damaged files can raise anything

@@ -17,7 +17,7 @@ from torch import Tensor
 from etude.core.errors import ConfigError, DataError
 from etude.core.files import write_text
 from etude.core.spelling import listed, suggest
-from etude.multimodal.tokenizers.arrays import as_codes
+from etude.multimodal.tokenizers.base import as_codes
 
 PAD, MISS = "PAD", "MISS"
 SPECIAL = (PAD, MISS, "BOS", "EOS", "SEP", "MASK")

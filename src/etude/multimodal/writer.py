@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from etude.core.errors import DataError
 from etude.data.tokens.schema import TYPES
 from etude.data.tokens.writer import TokenWriter
-from etude.multimodal.tokenizers.arrays import as_whole_numbers
+from etude.multimodal.tokenizers.base import as_whole_numbers
 from etude.multimodal.vocab import VocabSpec
 
 Segment = str | tuple[str, Any]
@@ -84,7 +84,7 @@ class MultimodalWriter:
     def add_rows(self, segments: Sequence[Segment], *, labels: Mapping[str, ArrayLike] = {}) -> None:
         """Add N samples of one form: the codes of every segment are (N,) or (N, length), with N labels."""
         parts = [self._segment(segment, rows=True) for segment in segments]
-        numbers = {len(codes) for (codes, _), segment in zip(parts, segments, strict=True) if _has_codes(segment)}
+        numbers = {len(codes) for codes, kind in parts if kind}  # special tokens have the type 0
         if len(numbers) != 1:
             found = " and ".join(map(str, sorted(numbers))) or "none"
             raise DataError(f"all segments need codes for the same number of samples, found {found}")
@@ -132,7 +132,3 @@ def _row_of_types(parts: Sequence[tuple[NDArray[np.int64], int]]) -> NDArray[np.
     """The types of the tokens of one sample."""
     kinds, lengths = np.array([kind for _, kind in parts], np.uint16), [ids.shape[-1] for ids, _ in parts]
     return np.repeat(kinds, np.array(lengths, np.int64))
-
-
-def _has_codes(segment: Segment) -> bool:
-    return not isinstance(segment, str) and segment[1] is not None

@@ -5,35 +5,29 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.multitask.curriculum.callback import CurriculumCallback
-    from etude.multitask.functional import TaskLosses, default_weights, multi_task_loss, multi_task_terms
-    from etude.multitask.gradient_monitor import TaskGradientMonitor, TaskGradientReport
-    from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
-    from etude.multitask.heads import BinaryHead, LanguageModelHead, LinearHead, SequenceClassifier, TokenClassifier
-    from etude.multitask.model import MultiTaskModel
-    from etude.multitask.spec import TaskSpec
-    from etude.multitask.task import MultiTask
-    from etude.multitask.weighting import Weighting
+    from etude.multitask.curriculum.callback import CurriculumCallback as CurriculumCallback
+    from etude.multitask.functional import (
+        TaskLosses as TaskLosses,
+        default_weights as default_weights,
+        multi_task_loss as multi_task_loss,
+        multi_task_terms as multi_task_terms,
+    )
+    from etude.multitask.gradient_monitor import (
+        TaskGradientMonitor as TaskGradientMonitor,
+        TaskGradientReport as TaskGradientReport,
+    )
+    from etude.multitask.gradients import TaskGradients as TaskGradients, TaskGradientWatcher as TaskGradientWatcher
+    from etude.multitask.heads import (
+        BinaryHead as BinaryHead,
+        LanguageModelHead as LanguageModelHead,
+        LinearHead as LinearHead,
+        SequenceClassifier as SequenceClassifier,
+        TokenClassifier as TokenClassifier,
+    )
+    from etude.multitask.model import MultiTaskModel as MultiTaskModel
+    from etude.multitask.spec import TaskSpec as TaskSpec
+    from etude.multitask.task import MultiTask as MultiTask
+    from etude.multitask.weighting import Weighting as Weighting
 
-__all__ = [
-    "BinaryHead",
-    "CurriculumCallback",
-    "LanguageModelHead",
-    "LinearHead",
-    "MultiTask",
-    "MultiTaskModel",
-    "SequenceClassifier",
-    "TaskGradientMonitor",
-    "TaskGradientReport",
-    "TaskGradientWatcher",
-    "TaskGradients",
-    "TaskLosses",
-    "TaskSpec",
-    "TokenClassifier",
-    "Weighting",
-    "default_weights",
-    "multi_task_loss",
-    "multi_task_terms",
-]
 
 __getattr__ = load_late(__name__, __file__)

@@ -35,9 +35,10 @@ def settle_tasks(sections: dict[str, Any], document: Document) -> None:
     make_curriculum(phases, tasks, document)
     own = _own_data(all_variants(tasks), sections)
     refuse([*_variants(phases, tasks), *_unreported(phases, tasks), *own], document)
-    known = _streams_named(tasks, sections)
-    if known is not None:
-        refuse(stream_problems(tasks, phases, known), document)
+    given = _given_streams(sections)
+    of_tasks = [str(variant.stream) for variant in all_variants(tasks) if variant.own_data is not None]
+    if given is not None or of_tasks:  # else only the data knows its streams
+        refuse(stream_problems(tasks, phases, (*((SHARED,) if given is None else given), *of_tasks)), document)
     if (weighting := sections.get("weighting")) is not None:
         build_selection(weighting, path="weighting", document=document, provided={"tasks": tuple(tasks)})
 
@@ -56,15 +57,6 @@ def make_curriculum(
         return Curriculum(phases, {name: task.weight for name, task in tasks.items()}) if phases else None
     except ConfigError as error:
         raise ConfigError(f"{document.place('curriculum')}: {error}") from error
-
-
-def _streams_named(tasks: Mapping[str, TaskSection], sections: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the names of all streams if the config names them; None if only the data knows."""
-    own = [str(variant.stream) for variant in all_variants(tasks) if variant.own_data is not None]
-    given = _given_streams(sections)
-    if given is None and not own:
-        return None
-    return (*((SHARED,) if given is None else given), *own)
 
 
 def _given_streams(sections: Mapping[str, Any]) -> tuple[str, ...] | None:

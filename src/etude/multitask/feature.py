@@ -46,7 +46,10 @@ class Tasks(Feature):
             for task in found["tasks"].values():
                 task["variants"] = {name: _given(variant) for name, variant in task["variants"].items()}
         if phases := found.get("curriculum"):
-            found["curriculum"] = [_plain_phase(phase) for phase in phases]
+            found["curriculum"] = [
+                {key: _given(value) if key in ("start", "ramp") else value for key, value in _given(phase).items()}
+                for phase in phases
+            ]
         return found
 
     def data_sets(self, sections: Mapping[str, Any]) -> dict[str, tuple[str, Selection]]:
@@ -84,10 +87,6 @@ class Tasks(Feature):
 
 
 FEATURE = Tasks()
-
-
-def _plain_phase(phase: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _given(value) if key in ("start", "ramp") else value for key, value in _given(phase).items()}
 
 
 def _given(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The loss of several tasks at once: Σ weight·loss, with every task's loss reported."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,11 +121,19 @@ def multi_task_terms(
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TrainingError(f"task '{task}' must have a (prediction, target), found a {type(pair).__name__}")
     check_weights(weights, tasks)
-    _check_names("losses", losses, {**tasks, **weights})
-    return {
-        task: _task_term(task, prediction, target, weights.get(task, 1.0), losses.get(task))
-        for task, (prediction, target) in tasks.items()
-    }
+    for name in losses:
+        if name not in tasks and name not in weights:
+            raise ConfigError(
+                f"the losses name a task '{name}' that is not there{suggest(name, {**tasks, **weights})}; remove it or "
+                "pass its prediction and target"
+            )
+    terms: Terms = {}
+    for task, (prediction, target) in tasks.items():
+        weight = weights.get(task, 1.0)
+        with explained(task), torch.set_grad_enabled(torch.is_grad_enabled() and not _is_zero(weight)):
+            term = _unweighed_term(prediction, target, losses.get(task))
+        terms[task] = LossTerm(term.sum, term.count, weight)
+    return terms
 
 
 def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str]) -> None:
@@ -139,12 +147,6 @@ def check_weights(weights: Mapping[str, float | Tensor], tasks: Collection[str])
         if isinstance(weight, Tensor) and not weight.is_cpu:
             continue
         check_weight(weight.item() if isinstance(weight, Tensor) else weight, f"the weight of the task '{task}'")
-
-
-def _task_term(task: str, prediction: Any, target: Tensor, weight: float | Tensor, loss: TaskLoss | None) -> LossTerm:
-    with explained(task), torch.set_grad_enabled(torch.is_grad_enabled() and not _is_zero(weight)):
-        term = _unweighed_term(prediction, target, loss)
-    return LossTerm(term.sum, term.count, weight)
 
 
 def _unweighed_term(prediction: Any, target: Tensor, loss: TaskLoss | None) -> LossTerm:
@@ -176,15 +178,6 @@ def _inferred_name(size: torch.Size, target: Tensor) -> str:
         f"{tuple(shape)}; pass integers {tuple(size[:-1])} for cross entropy, labels of the output's shape for "
         "binary cross entropy, or set the loss"
     )
-
-
-def _check_names(what: str, given: Iterable[str], tasks: Collection[str]) -> None:
-    for name in given:
-        if name not in tasks:
-            raise ConfigError(
-                f"the {what} name a task '{name}' that is not there{suggest(name, tasks)}; remove it or pass its "
-                "prediction and target"
-            )
 
 
 def _is_zero(weight: float | Tensor) -> bool:

@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from etude.checkpoint import is_kind, record_of
 from etude.config.registry import register
-from etude.core import ConfigError
+from etude.core.arguments import checked
 from etude.engine.callback import Logs, RunInfo
 from etude.multitask.gradients import TaskGradients, TaskGradientWatcher
 
@@ -38,12 +38,12 @@ class TaskGradientReport:
     Each entry is the sum, the number of steps, and the number of steps with a negative cosine.
     """
 
-    def add(self, tasks: tuple[str, ...], products: list[list[float]], conflicts: bool = True) -> None:
+    def add(self, tasks: tuple[str, ...], products: list[list[float]]) -> None:
         """Add a step. A gradient that is zero (no labels in the batch) or not finite is ignored."""
         squares = {task: products[place][place] for place, task in enumerate(tasks)}
         norms = {task: math.sqrt(square) for task, square in squares.items() if 0 < square < math.inf}
         values = dict(norms)
-        for (row, first), (column, second) in itertools.combinations(enumerate(tasks), 2) if conflicts else ():
+        for (row, first), (column, second) in itertools.combinations(enumerate(tasks), 2):
             product = products[row][column]
             if first in norms and second in norms and math.isfinite(product):
                 # Rounding may exceed -1 or 1 slightly.
@@ -114,25 +114,17 @@ class TaskGradientMonitor(TaskGradientWatcher):
     {'code/grad_norm': 2.0, 'quality/grad_norm': 3.0, 'grad_cosine/code/quality': -0.5, 'grad_conflicts': 1.0}
     """
 
-    def __init__(self, every_steps: Annotated[int, Ge(1)] = 100, conflicts: bool = True) -> None:
-        """Set which steps are measured and what is reported.
-
-        Args:
-            every_steps: steps between measurements.
-            conflicts: report the cosines of all pairs of tasks too; otherwise only norms.
-        """
+    @checked
+    def __init__(self, every_steps: Annotated[int, Ge(1)] = 100) -> None:
+        """Set the steps between measurements."""
         super().__init__()
-        if every_steps < 1:
-            raise ConfigError(f"every_steps is {every_steps}; it must be at least 1")
         self.every_steps = every_steps
-        self.conflicts = conflicts
-        self.report: TaskGradientReport | None = None
-        """The results of the last measured epoch."""
         self._is_main = True
         self._begin()
 
     def _begin(self) -> None:
-        self.report = None
+        self.report: TaskGradientReport | None = None
+        """The results of the last measured epoch."""
         self._pending: list[TaskGradients] = []
         self._window, self._epoch = TaskGradientReport(), TaskGradientReport()
 
@@ -190,8 +182,8 @@ class TaskGradientMonitor(TaskGradientWatcher):
         for one in pending:
             size = len(one.tasks)
             products = [list(itertools.islice(values, size)) for _ in range(size)]
-            self._window.add(one.tasks, products, self.conflicts)
-            self._epoch.add(one.tasks, products, self.conflicts)
+            self._window.add(one.tasks, products)
+            self._epoch.add(one.tasks, products)
 
 
 def _short(norm: float) -> str:

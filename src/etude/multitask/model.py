@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from etude.multitask.heads import LanguageModelHead
 class MultiTaskModel(nn.Module):
     """Runs a trunk once on a batch, and only the requested heads on its features.
 
-    The trunk is any model (see `FeatureCall`), a head a module that is called with `Features`. The weighting of the
+    The trunk is any model (see `features`), a head a module that is called with `Features`. The weighting of the
     tasks becomes part of the model in `MultiTask.join` (called by a `Trainer`), so that it is saved, moved, optimized
     and kept in sync like the rest. The model does not call it.
 
@@ -46,7 +45,10 @@ class MultiTaskModel(nn.Module):
         self.trunk = trunk
         self.heads = nn.ModuleDict(heads)
         self.weighting: nn.Module | None = None
-        self._features = FeatureCall(trunk)
+        self._has_features = isinstance(trunk, Trunk)
+        is_huggingface = isinstance(trunk, HuggingFaceModel) and not self._has_features
+        self._huggingface = HuggingFaceTrunk(trunk) if is_huggingface else None
+        self._call = ModelCall(trunk.features if isinstance(trunk, Trunk) else trunk)
         for head in heads.values():
             if isinstance(head, LanguageModelHead):
                 head.attach(self.get_output_embeddings(), feature_dim(trunk))
@@ -69,16 +71,37 @@ class MultiTaskModel(nn.Module):
         return {name: self.heads[name](features) for name in heads}
 
     def features(self, batch: Batch) -> Features:
-        """Return the trunk's features of a batch."""
-        found = self._features(self.trunk, batch)
-        if self.weighting is None:
-            return found
-        # Only the loss uses the weighting's parameters; DistributedDataParallel must find them in the graph.
-        return replace(found, hidden=linked(found.hidden, *self.weighting.parameters()))
+        """Return the trunk's features of a batch; raise TrainingError if it returns something else.
+
+        A `Trunk` runs its `features`, a Hugging Face model its base model; for any other model the output is the
+        features.
+        """
+        trunk: Any = self.trunk
+        if self._huggingface is not None:
+            hidden = self._huggingface(trunk, batch)
+        else:
+            hidden = self._call(trunk.features if self._has_features else trunk, batch)
+        if not isinstance(hidden, Tensor) or hidden.dim() not in (2, 3):
+            found = (
+                f"a tensor of shape {tuple(hidden.shape)}" if isinstance(hidden, Tensor) else type(hidden).__name__
+            )
+            raise TrainingError(
+                f"heads need features (batch, length, width) or (batch, width), but {type(trunk).__name__} returned "
+                f"{found}; add a method `features` and an attribute `feature_dim`"
+            )
+        if self.weighting is not None:
+            # Only the loss uses the weighting's parameters; DistributedDataParallel must find them in the graph.
+            hidden = linked(hidden, *self.weighting.parameters())
+        mask, document_ids = positions_of(batch) if hidden.dim() == 3 else (None, None)
+        softcap = None if self._huggingface is None else self._huggingface.softcap
+        return Features(hidden, mask, document_ids, self.get_output_embeddings(), softcap)
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """Return the trunk's own output layer, if it has one."""
-        return self._features.output(self.trunk)
+        """Return the trunk's own linear output layer, if it has one and only applies it to the features."""
+        if not isinstance(self.trunk, NamesItsHead) or (self._huggingface and not self._huggingface.has_output):
+            return None
+        layer = self.trunk.get_output_embeddings()
+        return layer if isinstance(layer, nn.Linear) else None
 
     def num_parameters(self) -> int:
         """Return the number of parameters; shared weights count once."""
@@ -111,7 +134,7 @@ class MultiTaskModel(nn.Module):
         count, because it comes after the features.
         """
         with probing(self.trunk, training=False), torch.enable_grad():
-            used = order_of_use(self._features(self.trunk, batch).hidden)
+            used = order_of_use(self.features(batch).hidden)
         last, name = -1, ""
         for candidate, module in self.trunk.named_modules():
             matrices = [p for p in self._trained(module, recurse=False) if p.dim() >= 2]
@@ -150,47 +173,6 @@ class MultiTaskModel(nn.Module):
                 return parts[:place]
             module = module.get_submodule(part)
         return parts
-
-
-class FeatureCall:
-    """Runs a trunk on a batch of any form that `ModelCall` accepts; how to call it is decided once.
-
-    A `Trunk` runs its `features`, a Hugging Face model its base model; for any other model the output is the
-    features.
-    """
-
-    def __init__(self, trunk: nn.Module) -> None:
-        self._has_features = isinstance(trunk, Trunk)
-        own = None if self._has_features or not isinstance(trunk, HuggingFaceModel) else HuggingFaceTrunk(trunk)
-        self._huggingface = own
-        self._call = ModelCall(trunk.features if isinstance(trunk, Trunk) else trunk)
-
-    def __call__(self, trunk: nn.Module, batch: Batch) -> Features:
-        """Return the features of `batch`; raise TrainingError if the trunk returns something else."""
-        hidden = self._run(trunk, batch)
-        if not isinstance(hidden, Tensor) or hidden.dim() not in (2, 3):
-            found = (
-                f"a tensor of shape {tuple(hidden.shape)}" if isinstance(hidden, Tensor) else type(hidden).__name__
-            )
-            raise TrainingError(
-                f"heads need features (batch, length, width) or (batch, width), but {type(trunk).__name__} returned "
-                f"{found}; add a method `features` and an attribute `feature_dim`"
-            )
-        mask, document_ids = positions_of(batch) if hidden.dim() == 3 else (None, None)
-        softcap = None if self._huggingface is None else self._huggingface.softcap
-        return Features(hidden, mask, document_ids, self.output(trunk), softcap)
-
-    def output(self, trunk: nn.Module) -> nn.Linear | None:
-        """Return the linear layer that maps the trunk's features to predictions, None if there is none."""
-        if not isinstance(trunk, NamesItsHead) or (self._huggingface and not self._huggingface.has_output):
-            return None
-        layer = trunk.get_output_embeddings()
-        return layer if isinstance(layer, nn.Linear) else None
-
-    def _run(self, trunk: Any, batch: Batch) -> Any:
-        if self._huggingface is not None:
-            return self._huggingface(trunk, batch)
-        return self._call(trunk.features if self._has_features else trunk, batch)
 
 
 def positions_of(batch: Batch) -> tuple[Tensor | None, Tensor | None]:

@@ -31,6 +31,7 @@ LEAST = 1e-9
 class TaskObjective(Objective):
     """Σ over tasks of weight·sum/count, where not every micro-batch has every task."""
 
+    can_defer = False  # counts of tasks are exchanged before their backward passes
     all_reduces = True
     """Whether gradients come from one backward pass, which all-reduces them."""
 
@@ -51,7 +52,7 @@ class TaskObjective(Objective):
         """Those of both that this step needs."""
         self._learns = False
         rule = self.weighting
-        if rule is not None and rule.has_state and all(rule is not part for part in parts.model.modules()):
+        if rule is not None and rule.state_dict() and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
                 f"{type(rule).__name__} is not part of the model, so it would be neither trained nor saved; call "
                 "task.join(model) before training"
@@ -70,6 +71,11 @@ class TaskObjective(Objective):
         """Return whether no callback reads the tasks' gradients in this step."""
         return not any(one.wants_task_gradients(step) for one in self._watchers)
 
+    def only_once(self) -> str:
+        """Return the weighting if it uses more than the terms of a step: it would count both passes."""
+        is_plain = self.weighting is None or self.weighting.needs == "nothing"
+        return "" if is_plain else f"the weighting {type(self.weighting).__name__} (it needs {self.weighting.needs})"
+
     # --- a step
 
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
@@ -77,7 +83,7 @@ class TaskObjective(Objective):
         super().begin(micro_batches, step)
         self._learns = False
         self._kept = list(self.rows)
-        if not self.is_usual(step):
+        if not (self.is_repeating or self.is_usual(step)):
             self._probe = self._probe or self.make_rows(shared_model(self.parts.model).shared_parameters())
             self._kept.append(self._probe)
         for rows in self._kept:

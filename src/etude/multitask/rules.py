@@ -1,7 +1,6 @@
 """Weightings that need more than weights: per-task gradients, or the losses before and after the update."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ from etude.core import Batch, ConfigError, Terms
 from etude.core.batch import JointBatch, is_empty
 from etude.core.buffers import BufferGuard
 from etude.core.model import unwrap
+from etude.core.random import Replay
 from etude.core.task import LossTerm
 from etude.engine.objective import Counts, ObjectiveParts
 from etude.multitask.gradients import LOSS, shared_model
@@ -188,32 +188,3 @@ class UpdateObjective(LossObjective):
         with self._random.again():
             after, _ = self._losses_now(self.totals)
         self.weighting.after_update(before, after, scale)
-
-
-class Replay:
-    """Torch's random state at one point, to be replayed; no synchronisation, since generator states are on the host.
-
-    >>> random = Replay(torch.device("cpu"))
-    >>> random.remember()
-    >>> first, second = torch.rand(1), torch.rand(1)
-    >>> with random.again():
-    ...     torch.rand(1) == first
-    tensor([True])
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = [device] if device.type == "cuda" else []
-        self._states: list[Tensor] = []
-
-    def remember(self) -> None:
-        """Save the current state."""
-        self._states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers again in this block; the state after it does not depend on it."""
-        with torch.random.fork_rng(self._cuda):
-            torch.set_rng_state(self._states[0])
-            for device, state in zip(self._cuda, self._states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
-            yield

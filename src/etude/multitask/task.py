@@ -58,7 +58,10 @@ class MultiTask(ActiveTasks):
                         penalties[task] * present, present, reported=False, optional=True
                     )
                 for name, term in fresh.items():
-                    terms[name] = term if name not in terms else _added(terms[name], term)
+                    if name in terms:
+                        first = terms[name]
+                        term = replace(first, sum=first.sum + term.sum, count=first.count + term.count)
+                    terms[name] = term
         return terms
 
     def trained_on(self, batch: Batch) -> None:
@@ -248,7 +251,3 @@ def _several_terms(task: str, weighted: Iterable[str]) -> TrainingError:
 def _any(count: Tensor | float) -> Tensor | float:
     """Return 1 if anything counts, else 0."""
     return (count > 0).float() if isinstance(count, Tensor) else float(count > 0)
-
-
-def _added(one: LossTerm, other: LossTerm) -> LossTerm:
-    return replace(one, sum=one.sum + other.sum, count=one.count + other.count)

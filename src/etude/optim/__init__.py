@@ -8,10 +8,24 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import CosineAnnealingLR
 
     from etude.optim.clipping import clip_gradients, clip_gradients_by_value, global_norm
+    from etude.optim.cooldowns import cooldown, wsd
+    from etude.optim.device import Adafactor, DeviceOptimizer, Lion
     from etude.optim.groups import group_parameters
-    from etude.optim.optimizers import SGD, Adam, AdamW, RMSprop, decay_groups, get_lr, set_lr
+    from etude.optim.kernels import get_lr, set_lr
+    from etude.optim.muon import Muon
+    from etude.optim.optimizers import (
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        NAdam,
+        RAdam,
+        RMSprop,
+        decay_groups,
+    )
+    from etude.optim.schedule_free import ScheduleFreeAdamW
+    from etude.optim.scheduled import Schedule, Schedules
     from etude.optim.schedules import (
-        Schedule,
         constant,
         cosine,
         cosine_restarts,
@@ -28,19 +42,35 @@ if TYPE_CHECKING:
         warmup,
         warmup_cosine,
     )
-    from etude.optim.several import Optimizers
+    from etude.optim.settings import by_setting, per_group
+    from etude.optim.several import Optimizers, Perturbed
+    from etude.optim.wrappers import SAM, Lookahead
 
 __all__ = [
+    "SAM",
     "SGD",
+    "Adafactor",
+    "Adagrad",
     "Adam",
     "AdamW",
     "CosineAnnealingLR",
+    "DeviceOptimizer",
+    "Lion",
+    "Lookahead",
+    "Muon",
+    "NAdam",
     "Optimizers",
+    "Perturbed",
+    "RAdam",
     "RMSprop",
     "Schedule",
+    "ScheduleFreeAdamW",
+    "Schedules",
+    "by_setting",
     "clip_gradients",
     "clip_gradients_by_value",
     "constant",
+    "cooldown",
     "cosine",
     "cosine_restarts",
     "cosine_schedule_with_warmup",
@@ -53,6 +83,7 @@ __all__ = [
     "linear",
     "multistep",
     "one_cycle",
+    "per_group",
     "polynomial",
     "product",
     "sequence",
@@ -60,6 +91,7 @@ __all__ = [
     "step_decay",
     "warmup",
     "warmup_cosine",
+    "wsd",
 ]
 
 __getattr__ = load_late(__name__, __file__)

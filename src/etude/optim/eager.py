@@ -54,7 +54,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_step(optimizer: Optimizer) -> None:
-    """Do what `optimizer.step()` does; for torch's optimizers without hooks, skip torch's wrappers.
+    """Do what `optimizer.step()` does; for torch's and our optimizers without hooks, skip torch's wrappers.
 
     >>> weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2)
     >>> take_step(torch.optim.SGD([weight], lr=0.5)); weight.tolist()
@@ -71,14 +71,17 @@ def take_step(optimizer: Optimizer) -> None:
 
 @lru_cache(maxsize=64)
 def _inner_step(method: Any) -> Callable[[Optimizer], Any] | None:
-    """Return the function inside torch's wrappers; None if it is not torch's or the wrappers are unexpected."""
+    """Return the function inside torch's wrappers; None if it is not torch's or ours, or wrapped in another way."""
     for layer in _LAYERS:
-        if not isinstance(method, FunctionType) or method.__code__.co_qualname != layer:
+        if not isinstance(method, FunctionType):
             return None
-        if method.__globals__ is not _TORCH:
+        if method.__module__.startswith("etude.optim.") and method.__code__.co_qualname != layer:
+            break  # ours may have the first wrapper only
+        if method.__code__.co_qualname != layer or method.__globals__ is not _TORCH:
             return None
         method = getattr(method, "__wrapped__", None)
-    return method if isinstance(method, FunctionType) and method.__module__.startswith("torch.optim.") else None
+    is_known = isinstance(method, FunctionType) and method.__module__.startswith(("torch.optim.", "etude.optim."))
+    return method if is_known else None
 
 
 def _is_watched(optimizer: Any) -> bool:
@@ -90,7 +93,7 @@ def _is_watched(optimizer: Any) -> bool:
             or optimizer._optimizer_step_post_hooks
             or _TORCH["_global_optimizer_pre_hooks"]
             or _TORCH["_global_optimizer_post_hooks"]
-            or optimizer.defaults["differentiable"]
+            or optimizer.defaults.get("differentiable")
             or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         )
     except (AttributeError, KeyError):  # another torch version keeps these elsewhere

@@ -22,15 +22,52 @@ class NamedParams(list[Any]):
     Any other optimizer sees a list.
     """
 
-    def __init__(self, items: Iterable[Any], names: Mapping[int, str]) -> None:
+    def __init__(self, items: Iterable[Any], names: Mapping[int, str], outer: frozenset[int] = frozenset()) -> None:
         super().__init__(items)
         self.names = dict(names)
         """Names by the id of a parameter."""
+        self.outer = outer
+        """Ids of the parameters of embeddings and of the output layer."""
+
+    def with_items(self, items: Iterable[Any]) -> "NamedParams":
+        """Return other parameters or groups of the same model."""
+        return NamedParams(items, self.names, self.outer)
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
     """Return the name of every parameter by its id; the first of several names."""
     return {id(param): name for name, param in model.named_parameters()}
+
+
+def outer_params(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters of embeddings and of the output layer.
+
+    The output layer is what `get_output_embeddings()` returns, else the last linear layer, unless it is one of many: a
+    model whose blocks end with a linear layer may use its embedding as output layer.
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
+    >>> outer_params(model) == {id(model[0].weight), id(model[2].weight)}
+    True
+    """
+    modules: list[nn.Module] = [one for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+    ask = getattr(model, "get_output_embeddings", None)
+    output = ask() if callable(ask) else None
+    found = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    linear = {name: (one.in_features, one.out_features) for name, one in found}
+    if isinstance(output, nn.Module):
+        modules.append(output)
+    elif linear and not _is_repeated(last := list(linear)[-1], linear):
+        modules.append(model.get_submodule(last))
+    return frozenset(id(param) for one in modules for param in one.parameters(recurse=False))
+
+
+def _is_repeated(name: str, shapes: Mapping[str, Any]) -> bool:
+    """Whether a layer is inside a numbered module, and another number has the same layer."""
+    found = re.fullmatch(r"((?:.*?\.)?)\d+(\..+)", name)
+    if found is None:
+        return False
+    same = re.compile(rf"{re.escape(found[1])}\d+{re.escape(found[2])}")
+    return any(same.fullmatch(one) and one != name and shapes[one] == shapes[name] for one in shapes)
 
 
 def group_parameters(
@@ -58,7 +95,9 @@ def group_parameters(
     >>> [(group.get("name"), group.get("lr"), len(group["params"])) for group in groups]
     [(None, None, 2), ('0', 0.0001, 2)]
     """
-    bases, names = _named(params)
+    given = named_params(params)
+    bases = list(given) if any(isinstance(one, dict) for one in given) else [{"params": list(given)}]
+    names = given.names
     own = [_checked(group, place, settings, aliases or {}) for place, group in enumerate(groups)]
     chosen: dict[str, int] = {}
     for place, group in enumerate(own):
@@ -88,17 +127,17 @@ def group_parameters(
     return [made[key] for key in sorted(made, key=lambda key: (key[0], key[1], -key[2], not key[3]))]
 
 
-def _named(params: Any) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return groups without patterns, and the names of all parameters of the model."""
+def named_params(params: Any) -> NamedParams:
+    """Return the parameters of a model, or of its `named_parameters()`; raise ConfigError for others without names."""
+    if isinstance(params, NamedParams):
+        return params
     if isinstance(params, nn.Module):
-        params = NamedParams([param for param in params.parameters() if param.requires_grad], names_of(params))
-    elif not isinstance(params, NamedParams):
-        pairs = list(params)
-        if not all(isinstance(one, tuple) and len(one) == 2 for one in pairs):
-            raise ConfigError("groups of parameters need their names: pass model.named_parameters(), or the model")
-        params = NamedParams([param for _, param in pairs], {id(param): name for name, param in pairs})
-    is_grouped = any(isinstance(one, dict) for one in params)
-    return (list(params) if is_grouped else [{"params": list(params)}]), params.names
+        trained = [param for param in params.parameters() if param.requires_grad]
+        return NamedParams(trained, names_of(params), outer_params(params))
+    pairs = list(params)
+    if not all(isinstance(one, tuple) and len(one) == 2 for one in pairs):
+        raise ConfigError("groups of parameters need their names: pass model.named_parameters(), or the model")
+    return NamedParams([param for _, param in pairs], {id(param): name for name, param in pairs})
 
 
 def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Mapping[str, str]) -> dict[str, Any]:

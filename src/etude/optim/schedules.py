@@ -14,21 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from etude.config.registry import Section, register
 from etude.core.arguments import checked
 from etude.core.errors import ConfigError
+from etude.optim.scheduled import Schedule, Schedules
 
 logger = logging.getLogger("etude")
-
-Schedule = Callable[[int], float]
-"""Maps the next step to a factor of the base learning rate."""
 
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, Ge(1)]
 Ratio = Annotated[float, Ge(0), Le(1)]
 Gamma = Annotated[float, Gt(0), Le(1)]
+Momentum = Annotated[float, Ge(0), Lt(1)]
 Inner = Annotated[Schedule, Section("scheduler")]
 
 
@@ -59,7 +58,7 @@ def warmup_cosine(
 
     A warm-up that is not shorter than the run is shortened to a tenth of the run, with a warning.
     """
-    warmup_steps = _fit_warmup(warmup_steps, total_steps)
+    warmup_steps = fit_warmup(warmup_steps, total_steps)
     return lambda step: _warmup_cosine(step, warmup_steps, total_steps, min_lr_ratio)
 
 
@@ -106,9 +105,9 @@ def exponential(gamma: Gamma, unit: Unit = "step", steps_per_epoch: Steps | None
 @register("scheduler", "cosine")
 @register("scheduler", "cosine_annealing")
 @checked
-def cosine(total_steps: Steps, min_lr_ratio: Ratio = 0.0) -> Schedule:
-    """Fall along a half cosine from 1 to `min_lr_ratio` at `total_steps`."""
-    return lambda step: _cosine(step / total_steps, 1.0, min_lr_ratio)
+def cosine(total_steps: Steps, min_lr_ratio: Ratio = 0.0, start: Ratio = 1.0) -> Schedule:
+    """Change along a half cosine from `start` to `min_lr_ratio` at `total_steps`."""
+    return lambda step: _cosine(step / total_steps, start, min_lr_ratio)
 
 
 @register("scheduler", "linear")
@@ -133,21 +132,39 @@ def one_cycle(
     div_factor: Annotated[float, Ge(1)] = 25.0,
     final_div_factor: Annotated[float, Ge(1)] = 1e4,
     anneal: Literal["cos", "linear"] = "cos",
+    cycle_momentum: bool = False,
+    base_momentum: Momentum | None = None,
+    max_momentum: Momentum | None = None,
 ) -> Schedule:
     """Rise from 1/div_factor to 1 in the first `pct_start` of the run, then fall to 1/(div_factor·final_div_factor).
 
-    The base rate is the highest rate of the cycle. The curve is that of torch's OneCycleLR; momentum does not change.
+    The base rate is the highest rate of the cycle. The curve is that of torch's OneCycleLR. With `cycle_momentum` the
+    momentum, or beta1, falls from `max_momentum` (0.95) to `base_momentum` (0.85) while the rate rises, and rises again
+    after it.
     """
     low, curve = 1.0 / div_factor, _cosine if anneal == "cos" else _line
-    final = low / final_div_factor
+    rate = _cycle(total_steps, pct_start, curve, low, 1.0, low / final_div_factor)
+    if not cycle_momentum:
+        if base_momentum is not None or max_momentum is not None:
+            raise ConfigError("one_cycle: base_momentum and max_momentum need cycle_momentum; set it to true")
+        return rate
+    high, low = 0.95 if max_momentum is None else max_momentum, 0.85 if base_momentum is None else base_momentum
+    momentum = _cycle(total_steps, pct_start, curve, high, low, high)
+    return Schedules(rate, values={"momentum": momentum})
+
+
+def _cycle(
+    total_steps: int, pct_start: float, curve: Callable[..., float], first: float, top: float, final: float
+) -> Schedule:
+    """Go from `first` to `top` in the first `pct_start` of the run, then to `final`."""
     peak, last = pct_start * total_steps - 1.0, total_steps - 1.0
 
     def factor(step: int) -> float:
         if step < peak:
-            return curve(step / peak, low, 1.0)
+            return curve(step / peak, first, top)
         if last <= peak:  # pct_start 1.0, or a single step: there is no descent
-            return 1.0
-        return curve((step - peak) / (last - peak), 1.0, final)
+            return top
+        return curve((step - peak) / (last - peak), top, final)
 
     return factor
 
@@ -178,8 +195,13 @@ def cosine_restarts(
 
 @register("scheduler", "inverse_sqrt")
 @checked
-def inverse_sqrt(warmup_steps: Steps = 2000) -> Schedule:
-    """Rise linearly from 0 over `warmup_steps`, then fall with the inverse square root of the step."""
+def inverse_sqrt(warmup_steps: Steps = 2000, total_steps: Steps | None = None) -> Schedule:
+    """Rise linearly from 0 over `warmup_steps`, then fall with the inverse square root of the step.
+
+    With `total_steps`, the length of the run, a warm-up that is not shorter is shortened to a tenth.
+    """
+    if total_steps is not None:
+        warmup_steps = max(1, fit_warmup(warmup_steps, total_steps))
     return lambda step: step / warmup_steps if step < warmup_steps else math.sqrt(warmup_steps / step)
 
 
@@ -205,16 +227,29 @@ def warmup(
     """Rise linearly from `start` to the first value of the schedule over `warmup_steps`, then follow the schedule.
 
     The schedule counts its steps from the end of the warm-up, as in torch's SequentialLR: `warmup(cosine(70), 30)` ends
-    at step 100. With `total_steps`, the length of the run, a warm-up that is not shorter is shortened to a tenth.
+    at step 100. With `total_steps`, the length of the run, a warm-up that is not shorter is shortened to a tenth. Of
+    `Schedules` the learning rates are warmed up, in every group; other settings wait until then.
 
     >>> [warmup(step_decay(step_size=2, gamma=0.5), warmup_steps=2)(step) for step in range(6)]
     [0.0, 0.5, 1.0, 1.0, 0.5, 0.5]
     """
     length = warmup_steps * _unit_steps("warmup", unit, steps_per_epoch)
     if total_steps is not None:
-        length = _fit_warmup(length, total_steps)
+        length = fit_warmup(length, total_steps)
+    if isinstance(schedule, Schedules):
+        return schedule.changed(lambda one: _warmed_up(one, length, start), lambda one: _delayed(one, length))
+    return _warmed_up(schedule, length, start)
+
+
+def _warmed_up(schedule: Schedule, length: int, start: float) -> Schedule:
+    """Rise linearly from `start` to the first value of the schedule, then follow the schedule."""
     top = schedule(0)
     return lambda step: _line(step / length, start, top) if step < length else schedule(step - length)
+
+
+def _delayed(schedule: Schedule, length: int) -> Schedule:
+    """Stay at the first value of the schedule, then follow it."""
+    return lambda step: schedule(max(0, step - length))
 
 
 def _in_sequence(arguments: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> Mapping[str, Any]:
@@ -250,6 +285,7 @@ def sequence(
             f"sequence: {len(schedules)} schedules and {len(ends)} milestones; "
             f"pass one milestone for each schedule after the first"
         )
+    _check_single("sequence", schedules)
     starts = [0, *ends]
 
     def factor(step: int) -> float:
@@ -265,7 +301,17 @@ def product(schedules: Sequence[Inner]) -> Schedule:
     """Multiply schedules: each one scales the others."""
     if not schedules:
         raise ConfigError("product: no schedules; pass at least one")
+    _check_single("product", schedules)
     return lambda step: math.prod(schedule(step) for schedule in schedules)
+
+
+def _check_single(owner: str, schedules: Sequence[Schedule]) -> None:
+    """Raise ConfigError for schedules of several groups or settings, of which only the first would be used."""
+    if any(isinstance(one, Schedules) for one in schedules):
+        raise ConfigError(
+            f"{owner}: per_group, by_setting, plateau and one_cycle with cycle_momentum cannot be inside; put the "
+            f"{owner} inside them"
+        )
 
 
 def _line(progress: float, start: float, end: float) -> float:
@@ -293,7 +339,7 @@ def _with_supplied(arguments: Mapping[str, Any], supplied: Mapping[str, Any]) ->
     return {**values, "scale": 1 if values["unit"] == "step" else values.get("steps_per_epoch")}
 
 
-def _fit_warmup(warmup_steps: int, total_steps: int) -> int:
+def fit_warmup(warmup_steps: int, total_steps: int) -> int:
     """Return the steps of the warm-up; warn if there are fewer than requested."""
     fitting = _shorter_warmup(warmup_steps, total_steps)
     if fitting != warmup_steps:
@@ -308,7 +354,7 @@ def _fit_warmup(warmup_steps: int, total_steps: int) -> int:
     return fitting
 
 
-_fit_warmup_once = functools.lru_cache(maxsize=64)(_fit_warmup)
+_fit_warmup_once = functools.lru_cache(maxsize=64)(fit_warmup)
 
 
 def _shorter_warmup(warmup_steps: int, total_steps: int) -> int:

@@ -6,10 +6,11 @@ from itertools import chain
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from etude.config.registry import Section, register
-from etude.core.errors import ConfigError
+from etude.core.errors import ConfigError, TrainingError
 from etude.core.spelling import listed, names_matching
 from etude.optim.eager import take_step
 from etude.optim.groups import NamedParams
@@ -29,12 +30,18 @@ class Optimizers(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+        self.optimizers = [one for given in optimizers for one in optimizers_in(given)]
+        self._given = list(optimizers)
         if not self.optimizers:
             raise ConfigError("a list of optimizers must not be empty")
         params = [param for one in self.optimizers for group in one.param_groups for param in group["params"]]
         if len(set(params)) < len(params):
             raise ConfigError("a parameter is in two optimizers; give each its own")
+        if len(self.optimizers) > 1 and (inner := perturbed_in(self)) is not None:
+            name = type(inner).__name__
+            raise ConfigError(
+                f"{name} moves the weights of the whole model; put the several optimizers inside {name}"
+            )
         self._is_made = False
         super().__init__([{"params": []}], {})
         self._is_made = True
@@ -70,6 +77,10 @@ class Optimizers(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_each()
+        return loss
+
+    def _step_each(self) -> None:
         given = {name: value for name, value in vars(self).items() if name in _OF_KERNELS}
         for one in self.optimizers:
             vars(one).update(given)
@@ -78,12 +89,16 @@ class Optimizers(Optimizer):
             finally:
                 for name in given:
                     delattr(one, name)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
+
+    def announcement(self) -> str | None:
+        """Return a line for the user about the optimizers it has chosen, or None."""
+        found = [one.announcement() for one in self._given if isinstance(one, Optimizers)]
+        return "; ".join(filter(None, found)) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as that of one optimizer; what else an optimizer saves is under `optimizers`."""
@@ -123,6 +138,60 @@ class Optimizers(Optimizer):
             one.load_state_dict({**others[place], "state": mine, "param_groups": own})
 
 
+class Perturbed(Optimizers):
+    """An optimizer whose gradient is that of other weights than those it updates. Derive from it, and define `move`.
+
+    A training step computes the gradients of its micro-batches, calls `perturb`, computes them again with the same
+    random numbers, calls `restore`, and updates the weights with the second gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._perturbed: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._is_restored = False
+        super().__init__([optimizer])
+
+    def move(self, params: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """Change the parameters in place, given their gradients; return a number that is finite if the gradients are.
+
+        On a device nothing may wait for it: parameters must stay finite even if a gradient is not.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def perturb(self) -> Tensor:
+        """Move the parameters that have a gradient; return a number that is finite if the gradients are."""
+        self._perturbed = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        grads = [param.grad for param in self._perturbed if param.grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            raise TrainingError(
+                f"{type(self).__name__} does not support sparse gradients; create the embedding with sparse=False"
+            )
+        if not grads:
+            return torch.zeros(())
+        weights = [torch.empty_like(param) for param in self._perturbed]
+        torch._foreach_copy_(weights, self._perturbed)
+        self._weights = weights
+        return self.move(self._perturbed, grads)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the weights from a copy: subtracting what was added would round."""
+        if self._weights:
+            torch._foreach_copy_(self._perturbed, self._weights)
+        self._perturbed, self._weights = [], []
+        self._is_restored = True
+
+    def _step_each(self) -> None:
+        if not self._is_restored:
+            raise TrainingError(
+                f"{type(self).__name__} needs a second gradient, which a function that only calls step() does not "
+                "compute; train with a Trainer or a TrainingLoop, or pass the step method itself"
+            )
+        self._is_restored = False
+        super()._step_each()
+
+
 class _States(ChainMap[Any, Any]):
     """The states of several optimizers: no key is in two of them."""
 
@@ -139,9 +208,22 @@ class _States(ChainMap[Any, Any]):
         return chain.from_iterable(one.values() for one in self.maps)  # type: ignore[return-value]
 
 
+def everything_in(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield an optimizer and all that it is made of, at every level."""
+    yield optimizer
+    if isinstance(optimizer, Optimizers):
+        for one in optimizer.optimizers:
+            yield from everything_in(one)
+
+
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one consists of: those of `Optimizers`, or itself."""
-    return optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
+    """Return the optimizers that update parameters: those that one is made of, or itself."""
+    return [one for one in everything_in(optimizer) if not isinstance(one, Optimizers)]
+
+
+def perturbed_in(optimizer: Optimizer) -> Perturbed | None:
+    """Return the part of an optimizer that needs a second gradient, if there is one."""
+    return next((one for one in everything_in(optimizer) if isinstance(one, Perturbed)), None)
 
 
 def owner_of(optimizer: Optimizer, place: int) -> Optimizer:
@@ -182,7 +264,7 @@ def _share(said: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> 
         mine = {name for name in found if name not in taken}
         taken |= mine
     chosen = [param for param in params if params.names[id(param)] in mine]
-    return {**supplied, "params": NamedParams(chosen, params.names)}
+    return {**supplied, "params": params.with_items(chosen)}
 
 
 @register("optimizer", "several", inside=_share)

@@ -7,6 +7,7 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, field_val
 
 from etude.config import SectionModel
 from etude.config.registry import Section
+from etude.core.by_epoch import ByEpoch
 from etude.core.errors import ConfigError
 from etude.core.monitor import DEFAULT_MONITOR, Best, Mode, mode_of
 from etude.engine.capture import CaptureMode
@@ -74,8 +75,12 @@ class TrainerConfig(SectionModel):
     """Epochs of the whole run (10 if neither this nor max_steps is given)."""
     max_steps: Count | None = None
     """Stop after this many optimizer steps, even inside an epoch."""
-    batch_size: Count = 64
-    """Samples per micro-batch, over all processes together."""
+    batch_size: Count | dict[int, Count] | Literal["auto"] = 64
+    """Samples per batch, over all processes together; {epoch: samples} is a schedule; auto: as many as fit."""
+    micro_batch_size: Count | Literal["auto"] | None = None
+    """Samples at once, over all processes: larger batches are divided, with the same result; auto: as many as fit."""
+    on_out_of_memory: Literal["error", "split"] | None = None
+    """If a step runs out of memory: error, or split to do it again in smaller parts; split if a size is auto."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, data order, dropout and everything else."""
     log_interval: Count = Field(default=100, validation_alias=AliasChoices("log_interval", "log_every"))
@@ -108,7 +113,7 @@ class TrainerConfig(SectionModel):
         default=1,
         validation_alias=AliasChoices("grad_accum_steps", "gradient_accumulation_steps", "accumulation_steps"),
     )
-    """Micro-batches per optimizer step; a mapping {epoch: steps} gives a schedule that starts at epoch 0."""
+    """Batches per optimizer step; a mapping {epoch: steps} gives a schedule that starts at epoch 0."""
     gradient_clip_norm: Positive | None = Field(
         default=1.0, validation_alias=AliasChoices("gradient_clip_norm", "grad_clip", "max_grad_norm")
     )
@@ -189,6 +194,23 @@ class TrainerConfig(SectionModel):
         if not self.frozen_eval and not self.freeze:
             raise ValueError("frozen_eval is false, but nothing is frozen; list patterns of parameters under freeze")
         return self
+
+    @field_validator("batch_size")
+    @classmethod
+    def _size_of_the_first_epoch(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            ByEpoch("batch_size", value)
+        return value
+
+    @property
+    def first_batch_size(self) -> int | None:
+        """`batch_size` of the first epoch; None if it is auto."""
+        return None if self.batch_size == "auto" else ByEpoch("batch_size", self.batch_size).at(0)
+
+    @property
+    def implies_splitting(self) -> bool:
+        """Whether a step that runs out of memory is split because a size is auto and nothing else is said."""
+        return self.on_out_of_memory is None and "auto" in (self.batch_size, self.micro_batch_size)
 
     @field_validator("grad_accum_steps")
     @classmethod

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from etude.config import Selection, build_selection
 from etude.core import Batch, BatchIterator, ConfigError, DataError, Loader, to_device
+from etude.core.by_epoch import ByEpoch
 from etude.core.random import mix
 from etude.data import (
     BatchSampler,
@@ -149,7 +150,7 @@ class Loaders:
         source = self.sources[0]
         if not isinstance(source, DataLoader) or isinstance(source, StreamLoader) or len(source) == 1:
             return None
-        return source.batch_size
+        return source.batch_size if source.batch_sizes is None else None
 
     @property
     def num_batches(self) -> int | None:
@@ -161,9 +162,25 @@ class Loaders:
         """Optimizer steps of the first epoch; None if the loader has no length."""
         return None if self.num_batches is None else self.accumulator.num_steps(self.num_batches, range(1))
 
+    @property
+    def steps_per_any_epoch(self) -> int | None:
+        """Optimizer steps of every epoch; None if epochs differ, or if the loader has no length."""
+        varies = self._batch_sizes is not None or len(self.accumulator.schedule.values) > 1
+        return None if varies else self.steps_per_epoch
+
+    @property
+    def _batch_sizes(self) -> dict[int, int] | None:
+        source = self.sources[0]
+        return source.batch_sizes if isinstance(source, DataLoader) else None
+
     def total_steps(self, config: TrainerConfig) -> int | None:
         """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set."""
-        return planned_steps(config, self.num_batches)
+        epochs, sizes, source = config.num_epochs, self._batch_sizes, self.sources[0]
+        if epochs is None or sizes is None or not isinstance(source, DataLoader):
+            return planned_steps(config, self.num_batches)
+        spans = ByEpoch("batch_size", sizes).spans(range(epochs))
+        steps = sum(self.accumulator.num_steps(source.batches_in(span.start), span) for span, _ in spans)
+        return steps if config.max_steps is None else min(steps, config.max_steps)
 
     def _named(self, source: Any, name: str, *, training: bool) -> Loader | None:
         if source is None:
@@ -338,6 +355,8 @@ def _warn_of_kept(source: Any, config: TrainerConfig, world: World) -> None:
     names = ("batch_size", "drop_last", "num_workers", *(_OF_TORCH if of_torch else ()))
     for name in names:
         value, found = getattr(config, name), getattr(source, name, None)
+        if name == "batch_size":
+            found = getattr(source, "batch_sizes", None) or found
         if name == "batch_size" and of_torch and found is not None:
             found *= world.size  # it yields the batches of one process
         if name in config.model_fields_set and found is not None and found != value:
@@ -382,7 +401,7 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
 
 
 def _divided(loader: DataLoader, world: World) -> DataLoader:
-    found, size = loader.world_size, loader.batch_size
+    found, size = loader.world_size, min([loader.batch_size, *(loader.batch_sizes or {}).values()])
     if found not in (1, world.size):
         raise ConfigError(
             f"the DataLoader was created for {found} processes, but there are {world.size}; create it in the run"

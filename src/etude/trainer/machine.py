@@ -69,13 +69,17 @@ class Machine:
             config.resolved_precision,
             world=world if world is not None else join_world(resolve_device(config.device).type),
             loss_scale=config.loss_scale,
-            batch_size=config.batch_size,
+            batch_size=config.first_batch_size,
         )
         if config.deterministic:
             make_deterministic()
         elif machine.device.type == "cuda" and config.resolved_precision != "fp32":
             configure_cuda_performance()
         return machine
+
+    def resize(self, batch_size: int | None) -> None:
+        """Set the size of batches once it is known: for remedies, and for the loss scale of fp16."""
+        self.batch_size, self.precision.summands = batch_size, float(batch_size or 1)
 
     def at(self, device: torch.device) -> "Machine":
         """Return this machine with another device, for functions whose tensors are already there."""
@@ -132,6 +136,7 @@ class Machine:
             if self.batch_size is not None and self.batch_size > 1:
                 halved = f"training.batch_size={self.batch_size // 2} with training.grad_accum_steps"
                 found.append(f"{halved}={grad_accum_steps * 2} (the same result in half the memory)")
+            found.append("training.on_out_of_memory=split (divides batches as needed)")
             found += self._lower_precision()
             if recomputable is not None and repeated_blocks(recomputable):
                 found.append("training.activation_checkpointing=true (the same result, a third more time)")

@@ -22,6 +22,7 @@ from etude.core import ConfigError
 from etude.core.model import unwrap
 from etude.core.model_record import NotPlainError, arguments_of, located, name_of
 from etude.core.spelling import shorten
+from etude.optim.several import Optimizers
 from etude.trainer.config import TrainerConfig
 
 UNKNOWN, NAMED, CLASS, ARGUMENTS, TUPLE, OPTIMIZER = "unknown", "named", "class", "arguments", "tuple", "optimizer"
@@ -117,7 +118,7 @@ class _Recorder:
 
     def _made(self, value: Any) -> dict[str, Any]:
         """Return the class and the arguments of an object."""
-        if isinstance(value, Optimizer):
+        if isinstance(value, Optimizer) and not isinstance(value, Optimizers):
             return {OPTIMIZER: _importable(type(value)), ARGUMENTS: self._all(_of_optimizer(value, self._model))}
         arguments = _of_loader(value) if type(value) is DataLoader else _own_arguments(value)
         try:

@@ -1,7 +1,7 @@
 """`Trainer`: the main class for Python users. It assembles a run and runs the loop."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from etude.callbacks.ema import take_averages
+from etude.callbacks.swapped import OptimizerWeights
 from etude.checkpoint import load_model_state
 from etude.core import Clock, ConfigError, Loader, Task, TrainingError
 from etude.core.loader import StatefulLoader
 from etude.core.model_record import model_record
 from etude.core.monitor import odd_mode
+from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
@@ -22,6 +24,7 @@ from etude.engine.loop import Loop
 from etude.engine.state import TrainState
 from etude.engine.step_log import StepLog
 from etude.engine.stopping import Interrupts
+from etude.optim.schedule_free import with_modes
 from etude.trainer.arguments import (
     CallbacksLike,
     ConfigLike,
@@ -38,12 +41,15 @@ from etude.trainer.arguments import (
     plain_task,
 )
 from etude.trainer.example import keeping_example
+from etude.trainer.find_lr import RateSearch, range_test
+from etude.trainer.fit import fit_to_memory, recorded_sizes, with_sizes
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import OptimizerLike, RunRate, SchedulerLike, compile_step, hyperparameters, make_step
+from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, make_step
 from etude.trainer.output import Folder, Output
 from etude.trainer.recipe import recipe_of
 from etude.trainer.sanity_check import check_validation
+from etude.trainer.schedule import RunRate, SchedulerLike
 
 logger = logging.getLogger("etude")
 
@@ -101,8 +107,9 @@ class Trainer:
             optimizer: an optimizer, a function of the parameters, or the name of one; AdamW by default. A list of
                 optimizers that share no parameter is stepped, saved and resumed as one. Optimizer, scheduler, loss and
                 callbacks may be named as in a config file: "sgd", {"name": "sgd", "lr": 0.1}.
-            scheduler: a function of the step that gives a factor of the learning rate, or a torch scheduler
-                (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch). Without one,
+            scheduler: a function of the step that gives a factor of the learning rate, a torch scheduler
+                (stepped once per optimizer step; use the `LRSchedule` callback to step it per epoch), or one of timm.
+                Without one,
                 `warmup_steps`, `scheduler_type` and `use_scheduler` of the config make one as long as the run.
             loss: a `LossStrategy`, a torch loss or a function of (predictions, labels), or of (output, batch) under
                 that name; "model" is the loss that the model computes itself. By default chosen from the first batch.
@@ -138,6 +145,7 @@ class Trainer:
         for argument, value in (("meta", meta), ("whole_config", whole_config)):
             expect(argument, value, isinstance(value, Mapping | None), "a mapping")
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
+        self.config = recorded_sizes(self.config, output_dir, resume=resume)
         self.machine = Machine.from_config(self.config, world)
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
@@ -151,6 +159,11 @@ class Trainer:
         uses_all = self.task.uses_all_parameters and all(one.uses_all_parameters for one in own)
         self.step = make_step(model, self.task, optimizer, self.config, self.machine, uses_all_parameters=uses_all)
         self.optimizer = self.step.updater.optimizer
+        self.config, self._fitted = fit_to_memory(self.config, self.step, train_loader, self.machine, model)
+        if self._fitted:
+            self.machine.resize(self.config.first_batch_size)
+            self.step.splitter.set(self.config.micro_batch_size)
+            whole_config = with_sizes(whole_config, self.config)
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
@@ -162,7 +175,8 @@ class Trainer:
         self.output = Output(
             output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config, recipe
         )
-        listed = *own, *self.learning_rate.callbacks, *self.output.callbacks
+        modes = [OptimizerWeights()] if with_modes(self.optimizer) else []
+        listed = *own, *modes, *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
         self.meta = {"model": model_record(self.model), **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
@@ -232,6 +246,25 @@ class Trainer:
         """
         return self.machine.predict(self.model, self.task, self.loaders.in_order(data))
 
+    def find_lr(self, min_lr: float = 1e-7, max_lr: float = 10.0, steps: int = 100) -> RateSearch:
+        """Test learning rates: train `steps` steps with a rate that rises exponentially, and undo them.
+
+        The run is as before afterwards, bit for bit. The result has the curve and `suggestion`, the rate to train with.
+        Callbacks are not called. Raises ConfigError without training data, or if it can be read only once.
+        """
+        if self._is_training:
+            raise TrainingError("find_lr() was called inside train(), by a callback; call it before")
+        if self.loaders.train is None:
+            raise ConfigError("there is no training data; pass the Trainer a train_loader")
+        if isinstance(source := self.loaders.sources[0], ForeignLoader) and isinstance(source.source, Iterator):
+            raise ConfigError(
+                "the training data is an iterator, which can be read only once; pass a list, a DataLoader or a "
+                "function that returns a new iterator"
+            )
+        parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
+        with self.machine.training():
+            return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)
+
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` continues from it.
 
@@ -268,7 +301,8 @@ class Trainer:
 
     def _parts(self) -> RunParts:
         rate, (train, validation) = self.learning_rate, self.loaders.sources
-        return RunParts(self.model, self.task, train, validation, rate, has_schedule=rate.has_schedule)
+        parts = self.model, self.task, train, validation, rate, rate.has_schedule
+        return RunParts(*parts, self.step, dict(self.config))
 
     def _new_state(self) -> TrainState:
         world, train = self.machine.world, self.loaders.sources[0]
@@ -284,6 +318,7 @@ class Trainer:
             task=self.task,
             compiled=self.compiled,
             loader=train if isinstance(train, StatefulLoader) else None,
+            splitter=self.step.splitter,
         )
 
     def _loop(self, loader: Loader, interrupts: Interrupts) -> Loop:
@@ -311,6 +346,8 @@ class Trainer:
         self._is_training = True
         try:
             self.callbacks.on_train_begin(self._info())
+            if self._fitted and self.machine.world.is_main:
+                self.callbacks.on_notice(self._fitted, {"step": self.state.clock.step, "event": "execution"})
             for warning in self._warnings():
                 self.callbacks.on_notice(warning, {"step": self.state.clock.step})
             if validation is not None and trials:

@@ -104,6 +104,11 @@ class Samples:
         return not isinstance(self.source, DatasetSource)
 
     @property
+    def can_use_workers(self) -> bool:
+        """Whether worker processes can make its batches."""
+        return not self.threaded or _decodes(self.data)
+
+    @property
     def prefetch(self) -> int:
         """Default number of prefetched batches: for batches copied to CUDA, and for decoded ones.
 
@@ -174,6 +179,21 @@ class SampledBatches:
         """Return the batches from `position` on, each with the position after it, and an object to close."""
         batches = self.samples.batches(self.sampler, epoch, position)
         return zip(self.sampler.positions(position), batches, strict=False), batches
+
+    def resized(self, batch_size: int) -> "SampledBatches":
+        """Return batches of another size from the same samples, in the same order."""
+        one, samples = self.sampler, self.samples
+        sampler = BatchSampler(
+            samples.size,
+            batch_size,
+            shuffle=one.shuffle,
+            drop_last=one.drop_last,
+            seed=one.seed,
+            rank=one.rank,
+            world_size=one.world_size,
+            order=samples.bucketed(samples.order(shuffle=one.shuffle), batch_size),
+        )
+        return SampledBatches(samples, sampler)
 
     def shared(self, rank: int, world_size: int) -> "SampledBatches":
         """Return the same batches with the share of rank `rank`."""

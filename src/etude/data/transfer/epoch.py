@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from etude.core.batch import Batch, tensors_in
+from etude.core.spans import span
 from etude.data.transfer.prefetch import prefetch_stream
 
 
@@ -105,7 +106,8 @@ class SideStream:
         """Let the consumer's stream wait for each item, and keep its memory until that stream is done with it."""
         for item, done in staged:
             consumer = torch.cuda.current_stream(self.device)
-            consumer.wait_event(done)
+            with span("transfer"):
+                consumer.wait_event(done)
             _keep_for(item[1], consumer)
             yield item
 

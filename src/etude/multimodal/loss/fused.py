@@ -87,7 +87,9 @@ def expected_value_sums(
     """Return for every part the sum of its losses (differentiable once) and of its squared errors."""
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
     grads = torch.is_grad_enabled()  # an autograd Function computes gradients even if they are unused
-    found = _differentiable(hidden, head.weight, head.bias, head.softcap, tuple(parts), chunk_rows, grads)
+    # Opaque to torch.compile, which would unroll the chunks.
+    apply = _uncompiled if torch.compiler.is_compiling() else _apply
+    found = apply(hidden, head.weight, head.bias, head.softcap, tuple(parts), chunk_rows, grads)
     return list(found[: len(parts)]), list(found[len(parts) :])
 
 
@@ -110,13 +112,27 @@ class _ExpectedValues(torch.autograd.Function):
     ) -> Any:
         wants = [grads and needed for needed in ctx.needs_input_grad[:3]]
         kernel = KERNELS.get(hidden.device.type, chunked_expectation)
-        kind = product_type(hidden)
+        products, results = product_type(hidden), result_type(hidden)
         losses: list[Tensor] = []
         squares: list[Tensor] = []
         gradients: list[Tensor | None] = []
         with torch.autocast(hidden.device.type, enabled=False):
             for part in parts:
-                result = kernel(_problem(part, hidden, weight, bias, softcap, wants, kind, chunk_rows))
+                chosen = hidden.detach() if part.rows is None else hidden.detach()[part.rows]
+                problem = ExpectationProblem(
+                    hidden=chosen.to(products),
+                    weight=weight.detach()[part.slice].to(products),
+                    bias=None if bias is None else bias.detach()[part.slice].to(results),
+                    softcap=softcap,
+                    targets=part.targets,
+                    row_weights=part.row_weights.to(results),
+                    reconstruction=part.reconstruction.on(hidden.device, results),
+                    want_hidden=wants[0],
+                    want_weight=wants[1],
+                    want_bias=wants[2],
+                    chunk_rows=chunk_rows,
+                )
+                result = kernel(problem)
                 counts = part.row_weights != 0
                 for values, sums in ((result.losses, losses), (result.squared_errors, squares)):
                     sums.append(torch.where(counts, values, 0.0).mul_(part.row_weights).sum())
@@ -145,76 +161,33 @@ class _ExpectedValues(torch.autograd.Function):
 
         wants = ctx.needs_input_grad
         return (
-            _joined_rows(scaled(0), rows, *ctx.shapes[0]) if wants[0] else None,
-            _side_by_side(scaled(1), slices, *ctx.shapes[1]) if wants[1] else None,
-            _side_by_side(scaled(2), slices, *ctx.shapes[2]) if wants[2] else None,
+            _joined(scaled(0), rows, *ctx.shapes[0]) if wants[0] else None,
+            _joined(scaled(1), slices, *ctx.shapes[1]) if wants[1] else None,
+            _joined(scaled(2), slices, *ctx.shapes[2]) if wants[2] else None,
             *[None] * 4,
         )
 
 
-def _joined_rows(
-    parts: Sequence[Tensor], rows: Sequence[Tensor | None], shape: torch.Size, dtype: torch.dtype
+def _joined(
+    parts: Sequence[Tensor], places: Sequence[Tensor | slice | None], shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of all hidden states; 0 for positions of no part."""
-    if len(parts) == 1 and rows[0] is None:
+    """Return the gradient of all rows from those at the places of the parts, None for all; 0 for other rows."""
+    if len(parts) == 1 and parts[0].shape == shape and not isinstance(places[0], Tensor):
         return parts[0].to(dtype)
     total = parts[0].new_zeros(shape, dtype=dtype)
-    for part, places in zip(parts, rows, strict=True):
-        if places is None:
-            total.add_(part)
+    for part, place in zip(parts, places, strict=True):
+        if isinstance(place, Tensor):
+            total.index_add_(0, place, part.to(dtype))
         else:
-            total.index_add_(0, places, part.to(dtype))
-    return total
-
-
-def _side_by_side(parts: Sequence[Tensor], slices: Sequence[slice], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the whole output layer; 0 for rows of no part."""
-    if len(parts) == 1 and len(parts[0]) == shape[0]:
-        return parts[0].to(dtype)
-    total = parts[0].new_zeros(shape, dtype=dtype)
-    for part, own in zip(parts, slices, strict=True):
-        total[own] = part
+            total[place or slice(None)].add_(part)
     return total
 
 
 def _apply(*arguments: Any) -> tuple[Tensor, ...]:
-    values: tuple[Tensor, ...] = _ExpectedValues.apply(*arguments)  # type: ignore[no-untyped-call]
-    return values
+    return _ExpectedValues.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
 
 
 _uncompiled = torch._disable_dynamo(_apply)  # type: ignore[attr-defined]
-
-
-def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the values with their gradients. Opaque to torch.compile, which would unroll the chunks."""
-    return _uncompiled(*arguments) if torch.compiler.is_compiling() else _apply(*arguments)
-
-
-def _problem(
-    part: LossPart,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    wants: Sequence[bool],
-    products: torch.dtype,
-    chunk_rows: int | Literal["auto"],
-) -> ExpectationProblem:
-    chosen = hidden.detach() if part.rows is None else hidden.detach()[part.rows]
-    results = result_type(hidden)
-    return ExpectationProblem(
-        hidden=chosen.to(products),
-        weight=weight.detach()[part.slice].to(products),
-        bias=None if bias is None else bias.detach()[part.slice].to(results),
-        softcap=softcap,
-        targets=part.targets,
-        row_weights=part.row_weights.to(results),
-        reconstruction=part.reconstruction.on(hidden.device, results),
-        want_hidden=wants[0],
-        want_weight=wants[1],
-        want_bias=wants[2],
-        chunk_rows=chunk_rows,
-    )
 
 
 def empty_result(p: ExpectationProblem) -> ExpectationResult:

@@ -13,8 +13,7 @@ import torch
 from etude.losses.products import add_logit_gradients, chunk_rows_for
 from etude.multimodal.loss.fused import ExpectationProblem, ExpectationResult, chunked_expectation, empty_result
 from etude.multimodal.loss.gpu_chunks import Chunks, DistanceChunks, ExpectedVectorChunks, ScalarChunks
-from etude.multimodal.loss.hl_gauss import HLGauss
-from etude.multimodal.loss.kinds import Huber, MeanSquaredError, Wasserstein
+from etude.multimodal.loss.kinds import HLGauss, Huber, MeanSquaredError, Wasserstein
 
 CHUNK_BYTES = 256 << 20
 """Memory for one chunk."""
@@ -31,10 +30,13 @@ _failed = False
 def expectation(problem: ExpectationProblem) -> ExpectationResult:
     """Solve the problem with Triton kernels, or with `chunked_expectation` if there are none for it."""
     global _failed
-    kernels = _kernels() if knows(problem) and not _failed else None
-    if kernels is None:
+    if _failed or not knows(problem):
         return chunked_expectation(problem)
     device = problem.hidden.device
+    try:
+        from etude.multimodal.loss import triton_kernels as kernels
+    except ImportError:
+        return chunked_expectation(problem)
     try:
         with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return _solve(problem, kernels)
@@ -69,24 +71,17 @@ def knows(p: ExpectationProblem) -> bool:
     )
 
 
-def _kernels() -> ModuleType | None:
-    try:
-        from etude.multimodal.loss import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels
-
-
 def _solve(p: ExpectationProblem, kernels: ModuleType) -> ExpectationResult:
     p = replace(p, targets=p.targets.contiguous(), row_weights=p.row_weights.contiguous())
     result = empty_result(p)
-    way = _way_for(p)
+    way: type[Chunks] = ExpectedVectorChunks
+    if p.reconstruction.centred.shape[1] == 1:
+        way = ScalarChunks
+    elif isinstance(p.reconstruction, (Wasserstein, HLGauss)):
+        way = DistanceChunks
     num_rows = p.hidden.shape[0]
-    if p.chunk_rows == "auto":
-        size = _round_up(chunk_rows_for(num_rows, way.row_bytes(p), CHUNK_BYTES), ROW_TILE)
-    else:
-        size = p.chunk_rows
-    size = max(1, min(size, num_rows))
+    auto = -(-chunk_rows_for(num_rows, way.row_bytes(p), CHUNK_BYTES) // ROW_TILE) * ROW_TILE
+    size = max(1, min(auto if p.chunk_rows == "auto" else p.chunk_rows, num_rows))
     chunks = way(p, kernels, size)
     for start in range(0, num_rows, size):
         rows = slice(start, min(start + size, num_rows))
@@ -102,13 +97,3 @@ def _solve(p: ExpectationProblem, kernels: ModuleType) -> ExpectationResult:
                 result.grad_bias,
             )
     return result
-
-
-def _way_for(p: ExpectationProblem) -> type[Chunks]:
-    if p.reconstruction.centred.shape[1] == 1:
-        return ScalarChunks
-    return DistanceChunks if isinstance(p.reconstruction, (Wasserstein, HLGauss)) else ExpectedVectorChunks
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step

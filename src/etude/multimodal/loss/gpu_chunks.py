@@ -21,8 +21,7 @@ from torch.nn.functional import pad
 
 from etude.losses.products import ALIGNED, product
 from etude.multimodal.loss.fused import ExpectationProblem, ExpectationResult
-from etude.multimodal.loss.hl_gauss import HLGauss
-from etude.multimodal.loss.kinds import Huber
+from etude.multimodal.loss.kinds import HLGauss, Huber
 from etude.multimodal.loss.reconstruction import Reconstruction
 
 ROW_ELEMENTS = 32

@@ -21,13 +21,12 @@ from etude.losses.fused_head import FusedHead, NamesItsHead
 from etude.losses.language import LanguageModelingLoss, is_encoder_decoder, token_predictions
 from etude.losses.strategies import Smoothing
 from etude.multimodal.codebooks import load_codebook, load_npz_key
-from etude.multimodal.facts import check_vocabulary, describe_vocabulary
-from etude.multimodal.folder import Modalities
-from etude.multimodal.loss.positions import count_positions
+from etude.multimodal.folder import Modalities, check_vocabulary, describe_vocabulary
 from etude.multimodal.loss.reconstruction import HL_SIGMA, HUBER_DELTA, KindName
 from etude.multimodal.loss.terms import (
     check_modalities,
     check_output,
+    count_positions,
     make_reconstructions,
     meaningful_terms,
     short_name,

@@ -1,7 +1,7 @@
-"""Expected-value losses of all modalities as terms."""
+"""Expected-value losses of all modalities as terms, of all their positions or of some drawn at random."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from etude.core.spelling import suggest
 from etude.core.task import LossTerm, Terms
 from etude.multimodal.loss.fused import LossPart, expected_value_sums
 from etude.multimodal.loss.kinds import make_reconstruction
-from etude.multimodal.loss.positions import choose_positions
 from etude.multimodal.loss.reconstruction import HL_SIGMA, HUBER_DELTA, Reconstruction
-from etude.multimodal.vocab import VocabSpec
+from etude.multimodal.vocab import Modality, VocabSpec
 
 SHORT_NAMES = {"image": "img", "scalar": "sca", "spectrum": "spec"}
 
@@ -89,6 +88,63 @@ def check_output(predictions: HeadOutput | Tensor, vocab: VocabSpec) -> None:
         )
 
 
+class Positions(NamedTuple):
+    """Positions of one modality among N targets."""
+
+    rows: Tensor | None
+    """(n,) their indices, increasing on the CPU; None if they are all N."""
+    targets: Tensor
+    """(n,) target tokens, relative to the modality's first id; 0 where the weight is 0."""
+    row_weights: Tensor
+    """(n,) weights, 1 or larger so that drawn positions represent all; 0 for other tokens."""
+    count: Tensor | float  # type: ignore[assignment]  # a tuple has a method of that name
+    """Number of the N targets in this modality, drawn or not."""
+
+
+def count_positions(targets: Tensor, modality: Modality) -> Tensor:
+    """Return how many targets are tokens of a modality, as a tensor on the device."""
+    return _belong(targets, modality).sum()
+
+
+def choose_positions(
+    targets: Tensor, modality: Modality, most: int | None, generator: torch.Generator | None = None
+) -> Positions:
+    """Return up to `most` positions of a modality, uniformly drawn; all of them if `most` is None.
+
+    Special tokens (PAD, MISS) and ignored labels belong to no modality. The weights make the sum over the drawn
+    positions an unbiased estimate of the sum over all `count` positions. Random numbers come from `generator`, else
+    from the device's global generator, and only if there is a choice. On a GPU the host does not synchronise: the
+    number of rows is fixed, and uncounted rows have the weight 0.
+
+    >>> targets = torch.tensor([1, 5, 6, -100, 7, 0])
+    >>> chosen = choose_positions(targets, Modality("scalar", 5, 3), None)
+    >>> chosen.rows, chosen.targets, chosen.count
+    (tensor([1, 2, 4]), tensor([0, 1, 2]), 3)
+    """
+    labels = targets.reshape(-1)
+    belongs = _belong(labels, modality)
+    local = (labels - modality.base).masked_fill(~belongs, 0)
+    if labels.is_cpu:
+        rows = belongs.nonzero()[:, 0]
+        number, scale = len(rows), 1.0
+        if most is not None and number > most:
+            drawn = torch.rand(number, generator=generator).topk(most, sorted=False).indices
+            rows, scale = rows[drawn.sort().values], number / most
+        weights = torch.full((len(rows),), scale)
+        return Positions(None if len(rows) == len(labels) else rows, local[rows], weights, number)
+    count = belongs.sum()
+    if most is None or most >= len(labels):
+        return Positions(None, local, belongs.float(), count)
+    keys = torch.rand(len(labels), device=labels.device, generator=generator).masked_fill_(~belongs, -1.0)
+    drawn, rows = keys.topk(most, sorted=False)
+    weights = torch.where(drawn >= 0, count / count.clamp(1, most), 0.0)
+    return Positions(rows, local[rows], weights, count)
+
+
+def _belong(targets: Tensor, modality: Modality) -> Tensor:
+    return (targets >= modality.base) & (targets < modality.stop)
+
+
 def meaningful_terms(
     predictions: HeadOutput | Tensor,
     targets: Tensor,
@@ -120,10 +176,9 @@ def meaningful_terms(
             if isinstance(predictions, HeadOutput):
                 found, squared = expected_value_sums(predictions, parts)
             else:
-                found = logits_sums(predictions, parts)
-                squared = squared_error_sums(predictions, parts) if metrics else found
+                found, squared = logits_sums(predictions, parts, metrics=metrics)
         losses |= zip(some, found, strict=True)
-        squares |= zip(some, squared, strict=True)
+        squares |= zip(some, squared, strict=False)  # none without metrics
     terms: Terms = {}
     for name in names:
         terms[f"loss_{short_name(name)}"] = LossTerm(losses[name], chosen[name].count, weights.get(name, 0.0))
@@ -132,39 +187,21 @@ def meaningful_terms(
     return terms
 
 
-def logits_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
-    """Return the sum of the losses of every part."""
-    with torch.autocast(logits.device.type, enabled=False):  # values need more precision than bf16
-        return [
-            (part.reconstruction.on(block.device, block.dtype).row_losses(block, part.targets) * weights).sum()
-            for part, block, weights in _weighted_blocks(logits, parts)
-        ]
-
-
-@torch.no_grad()
-def squared_error_sums(logits: Tensor, parts: Sequence[LossPart]) -> list[Tensor]:
-    """Return the sum of squared errors of the expected value of every part."""
-    sums = []
-    with torch.autocast(logits.device.type, enabled=False):
-        for part, block, weights in _weighted_blocks(logits, parts):
-            own = part.reconstruction.on(block.device, block.dtype)
-            sums.append((own.errors(torch.softmax(block, 1), part.targets).square_().mean(1) * weights).sum())
-    return sums
-
-
-def _weighted_blocks(logits: Tensor, parts: Sequence[LossPart]) -> Iterator[tuple[LossPart, Tensor, Tensor]]:
-    """Yield the logits and the weights of every part's rows, in at least float32."""
-    if not parts:
-        return
+def logits_sums(logits: Tensor, parts: Sequence[LossPart], *, metrics: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the sum of the losses of every part, and with `metrics` that of the squared errors of expected values."""
+    losses, squares = list[Tensor](), list[Tensor]()
+    rows = logits.reshape(-1, logits.shape[-1])
+    blocks = _Blocks.apply(rows, tuple(parts)) if parts else ()  # type: ignore[no-untyped-call]
     kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
-    for part, block in zip(parts, take_blocks(logits.reshape(-1, logits.shape[-1]), parts), strict=True):
-        yield part, block.to(kind), part.row_weights.to(kind)
-
-
-def take_blocks(logits: Tensor, parts: Sequence[LossPart]) -> tuple[Tensor, ...]:
-    """Return the rows and columns of the logits (N, V) of each part."""
-    found: tuple[Tensor, ...] = _Blocks.apply(logits, tuple(parts))  # type: ignore[no-untyped-call]
-    return found
+    with torch.autocast(logits.device.type, enabled=False):  # values need more precision than bf16
+        for part, block in zip(parts, blocks, strict=True):
+            wide, weights, own = block.to(kind), part.row_weights.to(kind), part.reconstruction.on(block.device, kind)
+            losses.append((own.row_losses(wide, part.targets) * weights).sum())
+            if metrics:
+                with torch.no_grad():
+                    errors = own.errors(torch.softmax(wide, 1), part.targets)
+                    squares.append((errors.square_().mean(1) * weights).sum())
+    return losses, squares
 
 
 class _Blocks(torch.autograd.Function):

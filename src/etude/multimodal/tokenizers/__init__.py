@@ -1,9 +1,7 @@
 """Tokenizers for numbers and vectors, and loading either kind from a file."""
 
-from etude.multimodal.tokenizers.base import Tokenizer
-from etude.multimodal.tokenizers.scalar import ScalarTokenizer
-from etude.multimodal.tokenizers.vector import VectorTokenizer
-
-__all__ = ["ScalarTokenizer", "Tokenizer", "VectorTokenizer", "load_tokenizer"]
+from etude.multimodal.tokenizers.base import Tokenizer as Tokenizer
+from etude.multimodal.tokenizers.scalar import ScalarTokenizer as ScalarTokenizer
+from etude.multimodal.tokenizers.vector import VectorTokenizer as VectorTokenizer
 
 load_tokenizer = Tokenizer.load

@@ -1,4 +1,4 @@
-"""Base of tokenizers: decoding codes to values, and one safetensors file with metadata and a checksum."""
+"""Base of tokenizers: decoding codes, one safetensors file with a checksum, and values of users as tensors."""
 
 import json
 import zlib
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from etude.core.errors import DataError
 from etude.core.files import write_bytes
-from etude.multimodal.tokenizers.arrays import MISSING, as_codes
 
 SUFFIX = ".safetensors"
 VERSION = 1
 _FACTS = "tokenizer"
+MISSING = -1
+"""The code of a missing value."""
 
 
 class Tokenizer(ABC):
@@ -98,3 +100,57 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
         crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
         crc = zlib.crc32(tensor.numpy().tobytes(), crc)
     return crc
+
+
+def as_floats(values: Any, what: str = "values") -> Tensor:
+    """Return numbers (a tensor, an array, lists of numbers) as a tensor of float32.
+
+    Values beyond float32 become infinite, None in a list becomes NaN.
+
+    >>> as_floats([[1, 2], [3, None]])
+    tensor([[1., 2.],
+            [3., nan]])
+    """
+    if isinstance(values, Tensor):
+        if values.is_complex():
+            raise DataError(f"{what} must be real numbers, found {values.dtype}")
+        return values.detach().to(torch.float32)
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind == "c":
+            raise TypeError(array.dtype)
+        with np.errstate(over="ignore"):
+            return torch.from_numpy(np.require(array, np.float32, ["C", "W"]))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{what} must be an array of real numbers: {error}") from error
+
+
+def as_whole_numbers(values: Any, what: str = "codes") -> Tensor:
+    """Return integers as a tensor of int64; raises DataError for others.
+
+    >>> as_whole_numbers([3, 4])
+    tensor([3, 4])
+    """
+    if not isinstance(values, Tensor):
+        array = np.asarray(values)
+        if array.size and array.dtype.kind not in "iu":
+            raise DataError(f"{what} must be integers, found {array.dtype}")
+        return torch.from_numpy(array.astype(np.int64))
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise DataError(f"{what} must be integers, found {values.dtype}")
+    return values.to(torch.int64)
+
+
+def as_codes(codes: Any, size: int, what: str = "codes") -> Tensor:
+    """Return codes as a tensor of int64; raises DataError unless all are below `size`, or -1 for missing ones.
+
+    >>> as_codes([0, 2, -1], 3)
+    tensor([ 0,  2, -1])
+    """
+    tensor = as_whole_numbers(codes, what)
+    if tensor.numel():
+        low, high = (int(value) for value in tensor.aminmax())
+        if low < MISSING or high >= size:
+            bad = low if low < MISSING else high
+            raise DataError(f"{what} must be 0 … {size - 1}, or {MISSING} for a missing value; found {bad}")
+    return tensor

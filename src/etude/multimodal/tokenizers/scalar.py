@@ -1,15 +1,13 @@
 """ScalarTokenizer: real numbers as codes of bins, and back as bin centres."""
 
 import logging
-import math
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.multimodal.tokenizers.arrays import MISSING, as_floats
-from etude.multimodal.tokenizers.base import Tokenizer
+from etude.multimodal.tokenizers.base import MISSING, Tokenizer, as_floats
 
 logger = logging.getLogger("etude")
 
@@ -57,16 +55,11 @@ class ScalarTokenizer(Tokenizer):
         values: Any,
         bins: int = 256,
         strategy: Literal["quantile", "uniform"] = "quantile",
-        *,
-        low: float | None = None,
-        high: float | None = None,
     ) -> Self:
         """Return bins for values of any shape; NaN and infinite ones are ignored.
 
         strategy: "quantile" puts equally many values in each bin, and its centre is their mean (the middle, if no
             value is in it); "uniform" makes bins of equal width, and their centres are the middles.
-        low, high: where bins begin and end, instead of the smallest and the largest value. Values outside are not
-            used for fitting; `encode` puts them in the first and the last bin.
 
         There are fewer than `bins`, with a warning, if several quantiles fall on one value, which then has its own
         bin, or if edges are equal in float32. Raises DataError if there are no values to fit.
@@ -75,15 +68,11 @@ class ScalarTokenizer(Tokenizer):
             raise DataError(f"bins is {bins}; there must be at least 1")
         if strategy not in ("quantile", "uniform"):
             raise DataError(f"strategy is {strategy!r}; it must be 'quantile' or 'uniform'")
-        low, high = _bound("low", low), _bound("high", high)
-        if low is not None and high is not None and not low < high:
-            raise DataError(f"low is {low} and high is {high} (as float32); low must be less")
-        used = _used(as_floats(values).flatten().cpu(), low, high)
+        used = _used(as_floats(values).flatten().cpu())
         if strategy == "uniform":
-            first, last = (float(used[0]) if low is None else low), (float(used[-1]) if high is None else high)
-            tokenizer = cls(uniform_edges(first, last, bins))
+            tokenizer = cls(uniform_edges(float(used[0]), float(used[-1]), bins))
         else:
-            edges = _widened(quantile_edges(used, bins), low, high)
+            edges = quantile_edges(used, bins)
             tokenizer = cls(edges, bin_means(used, edges))
         if tokenizer.size < bins:
             logger.warning(
@@ -106,36 +95,14 @@ class ScalarTokenizer(Tokenizer):
         return f"ScalarTokenizer({self.size} bins, {float(self.edges[0]):g} … {float(self.edges[-1]):g})"
 
 
-def _bound(name: str, bound: float | None) -> float | None:
-    """Return a bound rounded to float32, as values are."""
-    if bound is None:
-        return None
-    rounded = float(as_floats(bound, name))
-    if not math.isfinite(rounded):
-        raise DataError(f"{name} is {bound}; it must be a finite number within float32")
-    return rounded
-
-
-def _used(numbers: Tensor, low: float | None, high: float | None) -> Tensor:
+def _used(numbers: Tensor) -> Tensor:
     """The values to fit, sorted."""
     if infinite := int(numbers.isinf().sum()):
         logger.warning("%d values are infinite (or beyond float32) and not used for fitting", infinite)
     used = numbers[numbers.isfinite()]
-    used = used if low is None else used[used >= low]
-    used = used if high is None else used[used <= high]
     if not used.numel():
-        where = "" if low is None and high is None else " between low and high"
-        raise DataError(
-            f"there are no finite values{where} to fit bins to, among {numbers.numel()}; check the values"
-        )
+        raise DataError(f"there are no finite values to fit bins to, among {numbers.numel()}; check the values")
     return used.sort().values
-
-
-def _widened(edges: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Set the start of the first bin to `low` and the end of the last one to `high`."""
-    first = edges[:1] if low is None else torch.tensor([low])
-    last = edges[-1:] if high is None else torch.tensor([high])
-    return torch.cat((first, edges[1:-1], last))
 
 
 INFINITY = torch.tensor(torch.inf)

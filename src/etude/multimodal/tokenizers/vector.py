@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import DataError
-from etude.multimodal.tokenizers.arrays import MISSING, as_floats
-from etude.multimodal.tokenizers.base import Tokenizer
+from etude.multimodal.tokenizers.base import MISSING, Tokenizer, as_floats
 from etude.multimodal.tokenizers.kmeans import kmeans, nearest_exactly
 
 logger = logging.getLogger("etude")

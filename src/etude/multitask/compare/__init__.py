@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from etude.lazy import load_late
 
 if TYPE_CHECKING:
-    from etude.multitask.compare.runs import compare_weightings
-    from etude.multitask.compare.tables import Comparison
-    from etude.multitask.compare.tasks import compare_tasks
+    from etude.multitask.compare.runs import compare_weightings as compare_weightings
+    from etude.multitask.compare.tables import Comparison as Comparison
+    from etude.multitask.compare.tasks import compare_tasks as compare_tasks
 
-__all__ = ["Comparison", "compare_tasks", "compare_weightings"]
 
 __getattr__ = load_late(__name__, __file__)

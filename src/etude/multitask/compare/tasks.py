@@ -88,10 +88,10 @@ def steps_for(data: Any, samples: int) -> int:
     whole = loader.epoch_samples
     steps = epoch = 0
     while samples > whole:
-        steps += accumulator.num_steps(len(loader), range(epoch, epoch + 1))
+        steps += accumulator.num_steps(loader.batches_in(epoch), range(epoch, epoch + 1))
         samples -= whole
         epoch += 1
-    return max(1, steps - (-samples // (loader.batch_size * accumulator.steps_at(epoch))))
+    return max(1, steps - (-samples // (loader.batch_size_in(epoch) * accumulator.steps_at(epoch))))
 
 
 def _with_warmup(config: Any, share: float) -> Any:

@@ -4,27 +4,12 @@ Epochs are counted from 1, and `Clock.epoch` is one less. A fraction is the prog
 middle of epoch 11. Steps are optimizer steps taken so far, as in `Clock.step`: 0 before the first.
 """
 
-from etude.multitask.curriculum.curriculum import Begun, Curriculum, PhaseStart
+from etude.multitask.curriculum.curriculum import Begun as Begun, Curriculum as Curriculum, PhaseStart as PhaseStart
 from etude.multitask.curriculum.defaults import (
-    DEFAULT_PHASES,
-    DEFAULT_TASKS,
-    active_tasks,
-    current_phase,
-    loss_weights,
+    DEFAULT_PHASES as DEFAULT_PHASES,
+    DEFAULT_TASKS as DEFAULT_TASKS,
+    active_tasks as active_tasks,
+    current_phase as current_phase,
+    loss_weights as loss_weights,
 )
-from etude.multitask.curriculum.phase import ALL, Phase, Ramp, Start
-
-__all__ = [
-    "ALL",
-    "DEFAULT_PHASES",
-    "DEFAULT_TASKS",
-    "Begun",
-    "Curriculum",
-    "Phase",
-    "PhaseStart",
-    "Ramp",
-    "Start",
-    "active_tasks",
-    "current_phase",
-    "loss_weights",
-]
+from etude.multitask.curriculum.phase import ALL as ALL, Phase as Phase, Ramp as Ramp, Start as Start

@@ -144,7 +144,7 @@ class CurriculumCallback(Callback):
         change = self.curriculum.next_change(step, state)
         self._next_step = sys.maxsize if change is None else change
         if self._scales and self._learning_rate is not None:
-            self._learning_rate.scale = phase.lr_scale
+            self._learning_rate.scales["phase"] = phase.lr_scale
         self._switch(phase, self.curriculum.loss_weights(epoch, step, state), position)
 
     def _switch(self, phase: Phase, weights: Mapping[str, float], position: int | None = None) -> None:

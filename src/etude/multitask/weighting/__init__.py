@@ -32,27 +32,19 @@ State is buffers and parameters: `state_dict` holds tensors only, and `to(device
 all of them must receive the same, reduced losses and gradients; then their weightings stay in sync.
 """
 
-from etude.multitask.weighting.base import Needs, Weighting, assign_gradients
-from etude.multitask.weighting.losses import (
-    DynamicWeightAverage,
-    ImpartialLosses,
-    StaticWeights,
-    UncertaintyWeighting,
+from etude.multitask.weighting.base import (
+    Needs as Needs,
+    Weighting as Weighting,
+    assign_gradients as assign_gradients,
 )
-from etude.multitask.weighting.steps import FAMO, GradNorm, PCGrad
-from etude.multitask.weighting.torchjd_adapter import TorchjdAggregator, TorchjdScalarizer
-
-__all__ = [
-    "FAMO",
-    "DynamicWeightAverage",
-    "GradNorm",
-    "ImpartialLosses",
-    "Needs",
-    "PCGrad",
-    "StaticWeights",
-    "TorchjdAggregator",
-    "TorchjdScalarizer",
-    "UncertaintyWeighting",
-    "Weighting",
-    "assign_gradients",
-]
+from etude.multitask.weighting.losses import (
+    DynamicWeightAverage as DynamicWeightAverage,
+    ImpartialLosses as ImpartialLosses,
+    StaticWeights as StaticWeights,
+    UncertaintyWeighting as UncertaintyWeighting,
+)
+from etude.multitask.weighting.steps import FAMO as FAMO, GradNorm as GradNorm, PCGrad as PCGrad
+from etude.multitask.weighting.torchjd_adapter import (
+    TorchjdAggregator as TorchjdAggregator,
+    TorchjdScalarizer as TorchjdScalarizer,
+)

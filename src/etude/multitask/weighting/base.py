@@ -101,11 +101,6 @@ class Weighting(nn.Module):
         tensor = self._first()
         return torch.float32 if tensor is None else tensor.dtype
 
-    @property
-    def has_state(self) -> bool:
-        """Whether it has tensors of its own, which must be saved and moved with the model."""
-        return self._first() is not None
-
     def _first(self) -> Tensor | None:
         return next((one for one in (*self.parameters(), *self.buffers())), None)
 

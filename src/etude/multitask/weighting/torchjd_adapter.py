@@ -80,7 +80,9 @@ class TorchjdWeighting(Weighting):
         self._settings = settings
         self._vectors = [name for name, value in settings.items() if isinstance(value, Mapping)]
         for name in self._vectors:
-            self._check_vector(name, settings[name])
+            self.vector(settings[name], 0.0, name)
+            if missing := [task for task in self.tasks if task not in settings[name]]:
+                raise ConfigError(f"{name} has no value for the task '{missing[0]}'; set one for each task")
         self._methods: dict[tuple[Any, ...], Any] = {}
         self._state = STATE.get(kind.__name__, {})
         from torchjd import Stateful
@@ -93,11 +95,6 @@ class TorchjdWeighting(Weighting):
         for path, (dimensions, first) in self._state.items():
             self.register_buffer(_buffer(path), torch.full((len(self.tasks),) * dimensions, first))
         self._make(range(len(self.tasks)), torch.zeros(()))  # reject invalid settings early
-
-    def _check_vector(self, name: str, values: Mapping[str, float]) -> None:
-        self.vector(values, 0.0, name)
-        if missing := [task for task in self.tasks if task not in values]:
-            raise ConfigError(f"{name} has no value for the task '{missing[0]}'; set one for each task")
 
     def _make(self, places: Sequence[int], like: Tensor) -> Any:
         """Return the method for these tasks."""
@@ -159,27 +156,20 @@ class TorchjdAggregator(TorchjdWeighting):
         with aside(mix(self.seed, step)):
             self._put_state(method, places, step)
             result = self._call(method, rows)
-            self._keep_state(method, places)
+            for path, (dimensions, _) in self._state.items():
+                kept = self.get_buffer(_buffer(path))
+                kept[_at(places, dimensions)] = torch.as_tensor(operator.attrgetter(path)(method)).to(kept)
         return result.to(gradients.dtype)
 
     def _put_state(self, method: Any, places: Sequence[int], step: int) -> None:
         """Set the method's state for these tasks."""
         for path, (dimensions, _) in self._state.items():
             part, _, name = path.partition(".")
-            value, now = self._kept(path)[_at(places, dimensions)], getattr(getattr(method, part), name)
+            value, now = self.get_buffer(_buffer(path))[_at(places, dimensions)], getattr(getattr(method, part), name)
             new = value.to(now) if isinstance(now, Tensor) else value.cpu().double().numpy()
             setattr(getattr(method, part), name, new)
         if self.kind.__name__ == "NashMTL":  # its call counter: at 0 it would set up its problem again
             method.weighting.step = float(step or method.update_weights_every)
-
-    def _keep_state(self, method: Any, places: Sequence[int]) -> None:
-        """Store the method's current state."""
-        for path, (dimensions, _) in self._state.items():
-            kept = self._kept(path)
-            kept[_at(places, dimensions)] = torch.as_tensor(operator.attrgetter(path)(method)).to(kept)
-
-    def _kept(self, path: str) -> Tensor:
-        return self.get_buffer(_buffer(path))
 
 
 class TorchjdScalarizer(TorchjdWeighting):

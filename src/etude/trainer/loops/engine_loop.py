@@ -9,25 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from etude.callbacks import LRSchedule
+from etude.callbacks.swapped import OptimizerWeights
 from etude.core import Clock, ConfigError, Task
 from etude.core.loader import StatefulLoader
 from etude.core.model import unwrap
 from etude.core.random import RunRandom, rng_state, set_rng_state
 from etude.engine.callback import Callback, RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
+from etude.engine.learning_rate import LearningRate
 from etude.engine.loop import Loop, Plan
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.step_log import RunningSums, StepLog
 from etude.engine.stopping import Interrupts
-from etude.engine.update import LearningRate
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
 from etude.trainer.loops.epoch import EpochLoop, check_keys
 from etude.trainer.machine import Machine
 from etude.trainer.output import Output
 from etude.trainer.sanity_check import check_validation
+from etude.trainer.schedule import drivers_of
 
 _STATE = ("clock", "log", "precision", "callbacks", "rng", "loss")
 
@@ -64,6 +65,7 @@ class EngineLoop(EpochLoop):
         self.task = task
         self.accumulator = accumulator
         self.callbacks = callbacks
+        self._modes = OptimizerWeights()
         self.machine = machine
         self.config = config
         self.output = output
@@ -71,6 +73,7 @@ class EngineLoop(EpochLoop):
         self.clock = Clock()
         self.log = StepLog()
         self._data = _LoaderState()
+        self._driven: tuple[Any, list[Callback]] | None = None
         self._trains: object = None  # the model, or the function in place of one, of the current run
         self._has_begun = self._is_restored = False
         self._logs: dict[str, float] = {}
@@ -119,7 +122,7 @@ class EngineLoop(EpochLoop):
         The next epoch is `clock.epoch`, from the step it had reached. A torch scheduler is restored too if given.
         """
         model.to(self.machine.device)
-        callbacks = self._listed(*driver(scheduler))
+        callbacks = self._listed(*self._drivers(scheduler))
         checkpoint = self.output.read(Path(path), self.task.check_facts)
         metrics = checkpoint.metrics
         self._state(model, optimizer, callbacks, self.task).restore(checkpoint)
@@ -143,7 +146,8 @@ class EngineLoop(EpochLoop):
         callbacks = epoch.callbacks
         assert loaders.train is not None
         has_schedule = rate.schedule is not None
-        callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule=has_schedule))
+        settings = dict(self.config) | {"log_interval": self.log_interval}
+        callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule, step, settings))
         resumed = self._go_to(number)
         self._data.use(loaders.sources[0])
         self.control.begin()
@@ -233,7 +237,13 @@ class EngineLoop(EpochLoop):
         )
 
     def _listed(self, *more: Callback) -> CallbackList:
-        return CallbackList((*self.callbacks, *self.output.callbacks, *more), self.control)
+        return CallbackList((*self.callbacks, self._modes, *self.output.callbacks, *more), self.control)
+
+    def _drivers(self, scheduler: Any) -> list[Callback]:
+        """Return the callbacks that a scheduler needs, the same ones for every epoch."""
+        if self._driven is None or self._driven[0] is not scheduler:
+            self._driven = scheduler, drivers_of(scheduler)
+        return self._driven[1]
 
     def _take(self, trains: object) -> None:
         """Begin a new run if another model is trained than before."""
@@ -274,9 +284,3 @@ class _ProgramRandom(RunRandom):
 
     def load(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
-
-
-def driver(scheduler: Any) -> list[Callback]:
-    """Return a callback that steps a torch scheduler with every step; none for a function of the step."""
-    is_torch = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-    return [LRSchedule(scheduler, interval="step")] if is_torch else []

@@ -122,7 +122,6 @@ class FunctionTask(Task):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise DataError(f"plain functions need batches of (data, labels), found {_form(batch)}")
         data, labels = batch
-        self.batches += 1
         predictions = self.model_forward(data)
         loss, count = self.compute_loss(predictions, labels), float(num_samples(batch))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -135,6 +134,11 @@ class FunctionTask(Task):
             labelled = count_labels(labels, IGNORE_INDEX)
             terms["accuracy"] = accuracy_term(predictions, labels, labelled, class_dim=class_dim)
         return terms
+
+    def observe(self, batch: Batch) -> None:
+        """Count a batch."""
+        self.batches += 1
+        super().observe(batch)
 
 
 class FollowMetrics(Callback):
@@ -173,6 +177,7 @@ class FunctionUpdater:
     """An update by an opaque function."""
 
     lr = float("nan")
+    needs_second_gradient = False
 
     def __init__(
         self,
@@ -194,6 +199,10 @@ class FunctionUpdater:
     def rates(self) -> dict[str, float]:
         """Return that the rate is unknown."""
         return {"lr": self.lr}
+
+    def announcement(self) -> str | None:
+        """Return None: nothing is known about the optimizer."""
+        return None
 
     def send_rates(self) -> None:
         """Unknown: only the function has the learning rate."""

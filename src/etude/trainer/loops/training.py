@@ -15,8 +15,9 @@ from etude.core.arguments import as_whole
 from etude.core.model import unwrap
 from etude.data import TensorData, make_loader
 from etude.engine.callback import Callback
+from etude.engine.learning_rate import LearningRate
 from etude.engine.step import GradientAccumulator, Step
-from etude.engine.update import LearningRate, Updater
+from etude.engine.update import Updater
 from etude.losses.wrapped import check_loss_arguments
 from etude.metrics import LossTracker, MetricSet, TrainingMetrics
 from etude.optim import Schedule
@@ -32,13 +33,14 @@ from etude.trainer.arguments import (
 )
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
-from etude.trainer.loops.engine_loop import EngineLoop, Epoch, driver
+from etude.trainer.loops.engine_loop import EngineLoop, Epoch
 from etude.trainer.loops.epoch import EpochProgress, UnusedLoss, check_validation, wants_progress
 from etude.trainer.loops.functions import Action, ComputeLoss, FollowMetrics, Forward, FunctionTask, function_step
 from etude.trainer.loops.results import EpochResult, cross_entropy_of, epoch_result
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import check_optimizer, check_scheduler, follow_parameters
+from etude.trainer.optimization import check_optimizer, follow_parameters
 from etude.trainer.output import Output
+from etude.trainer.schedule import check_scheduler, function_of
 
 logger = logging.getLogger("etude")
 
@@ -174,8 +176,7 @@ class TrainingLoop(EngineLoop):
         model.to(machine.device)
         self.task.extend(optimizer)
         follow_parameters(optimizer)
-        drivers = driver(scheduler)
-        callbacks = self._listed(*drivers)
+        callbacks = self._listed(*self._drivers(scheduler))
         check_validation(callbacks, val_dataloader, "train_epoch(val_dataloader=…)")
         names = ("dataloader", "val_dataloader")
         updater = Updater(optimizer, clip_norm=self.clip_norm, precision=machine.precision)
@@ -184,7 +185,7 @@ class TrainingLoop(EngineLoop):
             Loaders(dataloader, val_dataloader, config=self.config, machine=machine, model=model, names=names),
             callbacks,
             machine,
-            LearningRate(optimizer, None if drivers else scheduler),  # type: ignore[arg-type]
+            LearningRate(optimizer, function_of(scheduler)),
             model,
             validated=self.task if self.val_task is None else self.val_task,
         )

@@ -1,0 +1,1 @@
+"""Where the time and memory of steps go: parts, operators, a trace, and advice."""

@@ -1,0 +1,221 @@
+"""Optimizers whose step runs on the device alone, so that it can be captured: their base class, Lion and Adafactor."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Unpack
+
+import torch
+from annotated_types import Ge, Lt
+from torch import Tensor
+from torch.optim import Optimizer
+
+from etude.config.registry import register
+from etude.core.errors import ConfigError
+from etude.optim.kernels import (
+    ALIASES,
+    Common,
+    Decay,
+    Fraction,
+    KernelOptimizer,
+    ParamsT,
+    Rate,
+    arguments,
+    as_pair,
+)
+
+
+class DeviceOptimizer(KernelOptimizer):
+    """Base class: derive from it and write `update`.
+
+    The learning rate of a group is a float or a tensor on the device. `update` must not read from the device, and
+    keeps its state, counters too, in tensors there: then a step is captured as a CUDA graph, and a step that is not
+    finite is undone without waiting.
+    """
+
+    _has_fused = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        Optimizer.__init__(self, params, {"foreach": None, **defaults})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; raise ConfigError for complex numbers."""
+        super().add_param_group(param_group)
+        if any(param.is_complex() for param in self.param_groups[-1]["params"]):
+            raise ConfigError(f"{type(self).__name__} has no update for complex parameters; use adamw")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for place, group in enumerate(self.param_groups):
+            params = [param for param in group["params"] if param.grad is not None]
+            if any(param.grad.is_sparse for param in params):
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+            numbers = self.numbers(place, group, params[0].device) if params else None
+            for some in self.together(group, params):
+                grads = [param.grad for param in some if param.grad is not None]
+                self.update(group, some, list(torch._foreach_neg(grads)) if group.get("maximize") else grads, numbers)
+        return loss
+
+    def numbers(self, place: int, group: dict[str, Any], device: torch.device) -> Any:  # noqa: ARG002
+        """Return what the updates of a group share, such as a bias correction."""
+        return None
+
+    def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Return the lists of parameters that one call updates: of one device and one dtype."""
+        if not group["foreach"]:
+            return [[param] for param in params]
+        found: dict[Any, list[Tensor]] = {}
+        for param in params:
+            found.setdefault((param.device, param.dtype), []).append(param)
+        return found.values()
+
+    @abstractmethod
+    def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:
+        """Update these parameters in place."""
+
+    def states(self, key: str, params: list[Tensor], make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Return one state tensor of every parameter; `make` makes the first one."""
+        found = []
+        for param in params:
+            state = self.state[param]
+            if key not in state:
+                state[key] = make(param)
+            found.append(state[key])
+        return found
+
+
+def add_scaled(tensors: list[Tensor], values: list[Tensor], factor: Tensor | float) -> None:
+    """Add `factor · values` in place; a factor on the device is multiplied into the values first."""
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(values, factor.to(values[0].dtype))
+        torch._foreach_add_(tensors, values)
+    else:
+        torch._foreach_add_(tensors, values, alpha=factor)
+
+
+def decay_weights(params: list[Tensor], rate: Tensor | float, weight_decay: float) -> None:
+    """Shrink weights by their decoupled weight decay."""
+    if weight_decay:
+        factor = 1 - rate * weight_decay
+        torch._foreach_mul_(params, factor.to(params[0].dtype) if isinstance(factor, Tensor) else factor)
+
+
+@register("optimizer", "lion", aliases=ALIASES)
+class Lion(DeviceOptimizer):
+    """Steps by the sign of a momentum (Chen et al., 2023): one state tensor per weight, in the weight's dtype.
+
+    Its rate is three to ten times smaller than AdamW's, and its weight decay as much larger.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.tensor([3.0, -0.1])
+    >>> Lion([weight], lr=0.25, weight_decay=0.0).step(); weight.tolist()
+    [0.75, 1.25]
+    """
+
+    @arguments
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Rate = 1e-4,
+        betas: tuple[Fraction, Fraction] = (0.9, 0.99),
+        weight_decay: Decay = 0.0,
+        *,
+        maximize: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        defaults = {"lr": lr, "betas": as_pair(betas), "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(self._grouped(params, lr, **common), defaults)
+
+    def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
+        """Move by the rate in the direction of the sign."""
+        (first, second), rate = group["betas"], group["lr"]
+        momenta = self.states("exp_avg", params, torch.zeros_like)
+        steps = torch._foreach_mul(momenta, first)
+        torch._foreach_add_(steps, grads, alpha=1 - first)
+        torch._foreach_sign_(steps)
+        decay_weights(params, rate, group["weight_decay"])
+        add_scaled(params, list(steps), -rate)
+        torch._foreach_lerp_(momenta, grads, 1 - second)
+
+
+@register("optimizer", "adafactor", aliases=ALIASES)
+class Adafactor(DeviceOptimizer):
+    """Adafactor (Shazeer and Stern, 2018): of the second moments of a matrix it keeps those of rows and columns.
+
+    The numbers are those of `torch.optim.Adafactor`, which waits for the device several times per parameter; this one
+    does not. The step is relative to the size of a weight: `lr` limits it, and falls as 1/√step.
+    """
+
+    @arguments
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Rate = 0.01,
+        beta2_decay: Annotated[float, Lt(0)] = -0.8,
+        eps: tuple[Decay | None, Decay] = (None, 1e-3),
+        d: Annotated[float, Ge(1)] = 1.0,
+        weight_decay: Decay = 0.0,
+        *,
+        maximize: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        own = {"beta2_decay": beta2_decay, "eps": tuple(eps), "d": d}
+        defaults = {"lr": lr, **own, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(self._grouped(params, lr, **common), defaults)
+
+    def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Return matrices and vectors apart: their states differ."""
+        for some in super().together(group, params):
+            for is_matrix in (True, False):
+                if same := [param for param in some if (param.dim() >= 2) == is_matrix]:
+                    yield same
+
+    def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
+        """Update these parameters; what is a number for each of them is computed for all at once."""
+        first, second = group["eps"]
+        first = torch.finfo(params[0].dtype).eps if first is None else first
+        steps = self.states("step", params, lambda one: torch.zeros((), dtype=torch.float32, device=one.device))
+        torch._foreach_add_(steps, 1)
+        counts = torch.stack(steps).double()
+        sizes = _rms(params).clamp_(min=second) * counts.rsqrt().clamp_(max=group["lr"])
+        decay_weights(params, group["lr"], group["weight_decay"])
+        weights = _each(counts.pow(group["beta2_decay"]), params[0].dtype)
+        changes = self._moments(params, grads, weights, first)
+        torch._foreach_clamp_min_(changes, first * first)
+        torch._foreach_rsqrt_(changes)
+        torch._foreach_mul_(changes, grads)
+        factors = _each(sizes.div_((_rms(changes) / group["d"]).clamp_(min=1.0)).neg_(), params[0].dtype)
+        for param, change, factor in zip(params, changes, factors, strict=True):
+            add_scaled([param], [change], factor)
+
+    def _moments(self, params: list[Tensor], grads: list[Tensor], weights: Any, eps: float) -> list[Tensor]:
+        """Return estimates of the second moment of every element."""
+        if grads[0].dim() < 2:
+            variances = self.states("variance", params, torch.zeros_like)
+            torch._foreach_lerp_(variances, torch._foreach_mul(grads, grads), weights)
+            return [variance.clone() for variance in variances]
+        rows = self.states("row_var", params, lambda one: torch.zeros_like(one[..., :1]))
+        columns = self.states("col_var", params, lambda one: torch.zeros_like(one[..., :1, :]))
+        for means, axis in ((rows, -1), (columns, -2)):
+            squares = [torch.linalg.vector_norm(grad, dim=axis, keepdim=True) for grad in grads]
+            torch._foreach_mul_(squares, squares)
+            torch._foreach_div_(squares, [grad.size(axis) for grad in grads])
+            torch._foreach_lerp_(means, squares, weights)
+        found = [row @ column for row, column in zip(rows, columns, strict=True)]
+        torch._foreach_div_(found, [row.mean(-2, keepdim=True).clamp_(min=eps) for row in rows])
+        return found
+
+
+def _each(values: Tensor, dtype: torch.dtype) -> Any:
+    """Return the values of a vector one by one; on the CPU as numbers, which is faster."""
+    return values.tolist() if values.is_cpu else list(values.to(dtype).unbind())
+
+
+def _rms(tensors: list[Tensor]) -> Tensor:
+    """Return the root of the mean square of every tensor, as one vector."""
+    norms = list(torch._foreach_norm(tensors))
+    torch._foreach_div_(norms, [tensor.numel() ** 0.5 for tensor in tensors])
+    return torch.stack(norms).double()

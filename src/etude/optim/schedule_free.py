@@ -1,0 +1,131 @@
+"""Schedule-free AdamW: an average of the weights replaces the schedule of the learning rate."""
+
+from typing import Annotated, Any, Protocol, Unpack, runtime_checkable
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch import Tensor
+
+from etude.config.registry import register
+from etude.core.errors import TrainingError
+from etude.optim.device import DeviceOptimizer, add_scaled
+from etude.optim.kernels import ALIASES, Common, Decay, Fraction, ParamsT, Rate, arguments, as_pair
+from etude.optim.several import optimizers_in
+
+Numbers = tuple[Tensor | float, Tensor | float, Tensor | float]
+
+
+@runtime_checkable
+class HasModes(Protocol):
+    """An optimizer whose model has other weights in training than in evaluation; the trainer calls both methods."""
+
+    def train(self) -> Any:
+        """Give the model the weights at which gradients are computed."""
+
+    def eval(self) -> Any:
+        """Give the model the weights to evaluate, save and use."""
+
+
+def with_modes(optimizer: torch.optim.Optimizer) -> list[HasModes]:
+    """Return the optimizers with modes that one consists of."""
+    return [one for one in optimizers_in(optimizer) if isinstance(one, HasModes)]
+
+
+@register("optimizer", "schedule_free_adamw", aliases=ALIASES)
+class ScheduleFreeAdamW(DeviceOptimizer):
+    """Schedule-free AdamW (Defazio et al., 2024): use it without a schedule, at a rate of one to ten times AdamW's.
+
+    Gradients are computed at y = (1 − β₁)·z + β₁·x, where z takes the steps and x is their average. A `Trainer`
+    validates, saves and exports x. In a loop of your own call `eval()` before evaluation and `train()` after it.
+
+    The numbers are those of the package `schedulefree`.
+    """
+
+    @arguments
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Rate = 2.5e-3,
+        betas: tuple[Annotated[float, Gt(0), Lt(1)], Fraction] = (0.9, 0.999),
+        eps: Decay = 1e-8,
+        weight_decay: Decay = 0.0,
+        warmup_steps: Annotated[int, Ge(0)] = 0,
+        r: Decay = 0.0,
+        weight_lr_power: Decay = 2.0,
+        *,
+        maximize: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        own = {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power, "train_mode": True}
+        defaults = {"lr": lr, "betas": as_pair(betas), "eps": eps, "weight_decay": weight_decay, **own}
+        super().__init__(self._grouped(params, lr, **common), {**defaults, "maximize": maximize})
+
+    def numbers(self, place: int, group: dict[str, Any], device: torch.device) -> Numbers:
+        """Count a step of the group; return its rate, the weight of z in the average, and the bias correction."""
+        if not group["train_mode"]:
+            raise TrainingError("ScheduleFreeAdamW holds the averaged weights; call optimizer.train() before a step")
+        states: dict[Any, dict[str, Tensor]] = self.state
+        state = states[f"group_{place}"]
+        for name in ("step", "weight_sum", "lr_max"):
+            if name not in state or state[name].device != device:  # a loaded state is on the host
+                state[name] = state.get(name, torch.zeros((), dtype=torch.float64)).to(device)
+        rate, warm_up = group["lr"], group["warmup_steps"]
+        step: Any
+        total: Any
+        top: Any
+        if device.type == "cpu":  # reading a value does not wait there, and numbers are faster than tensors
+            step, total, top = state["step"].item() + 1, state["weight_sum"].item(), state["lr_max"].item()
+            rate = float(rate) * min(step / warm_up, 1.0) if warm_up else float(rate)
+            top = max(top, rate)
+        else:
+            step, total, top = state["step"] + 1, state["weight_sum"], state["lr_max"]
+            rate = rate.to(step) if isinstance(rate, Tensor) else torch.full_like(step, rate)
+            rate = rate * (step / warm_up).clamp_(max=1) if warm_up else rate
+            top = torch.maximum(top, rate)
+        weight = top ** group["weight_lr_power"] * (step ** group["r"] if group["r"] else 1.0)
+        total = total + weight
+        for name, value in (("step", step), ("weight_sum", total), ("lr_max", top)):
+            state[name].copy_(value) if isinstance(value, Tensor) else state[name].fill_(value)
+        # a warm-up may begin with a rate of 0
+        share = (weight / total).nan_to_num_(0.0) if isinstance(total, Tensor) else weight / total if total else 0.0
+        return rate, share, 1 - group["betas"][1] ** step
+
+    def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Numbers) -> None:
+        """Update y, which the parameters hold, and z."""
+        (first, second), (rate, share, correction) = group["betas"], numbers
+        moments = self.states("exp_avg_sq", params, torch.zeros_like)
+        fast = self.states("z", params, lambda one: one.detach().clone(memory_format=torch.preserve_format))
+        torch._foreach_mul_(moments, second)
+        torch._foreach_addcmul_(moments, grads, grads, 1 - second)
+        scale = correction.to(params[0].dtype) if isinstance(correction, Tensor) else correction
+        sizes: Any = torch._foreach_div(moments, scale)
+        torch._foreach_sqrt_(sizes)
+        torch._foreach_add_(sizes, group["eps"])
+        steps = list(torch._foreach_div(grads, sizes))
+        if group["weight_decay"]:
+            torch._foreach_add_(steps, params, alpha=group["weight_decay"])
+        # y moves with z by its part (1 − β₁) of it, then towards the new z as x does: the same as moving x and z
+        add_scaled(fast, steps, -rate)
+        torch._foreach_add_(params, steps, alpha=(1 - first) * (1.0 if isinstance(rate, Tensor) else -rate))
+        if isinstance(share, Tensor):
+            add_scaled(params, list(torch._foreach_sub(fast, params)), share)
+        else:
+            torch._foreach_lerp_(params, fast, share)
+
+    def eval(self) -> None:
+        """Give the parameters the average x."""
+        self._move(train=False)
+
+    def train(self) -> None:
+        """Give the parameters y, at which gradients are computed."""
+        self._move(train=True)
+
+    @torch.no_grad()
+    def _move(self, *, train: bool) -> None:
+        for group in self.param_groups:
+            first = group["betas"][0]
+            moved = [] if group["train_mode"] == train else [one for one in group["params"] if "z" in self.state[one]]
+            if moved:
+                fast = [self.state[param]["z"] for param in moved]
+                torch._foreach_lerp_(moved, fast, 1 - first if train else 1 - 1 / first)
+            group["train_mode"] = train

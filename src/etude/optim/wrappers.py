@@ -1,0 +1,173 @@
+"""Lookahead and SAM: they wrap any optimizer, also several, and each other."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+from torch.optim import Optimizer
+
+from etude.config.registry import Section, register
+from etude.core.arguments import checked
+from etude.core.errors import CheckpointError, ConfigError
+from etude.optim.clipping import global_norm
+from etude.optim.several import Optimizers, Perturbed, everything_in, optimizers_in
+
+Inner = Annotated[Optimizer, Section("optimizer", frozenset({"params"}))]
+
+SLOW, COUNTER = "slow", "lookahead"
+"""Keys in the state of the wrapped optimizer: the slow weights of a parameter, and the state of the wrapper."""
+SMALLEST_NORM = 1e-12
+"""Added to a norm before dividing by it, as in published implementations."""
+
+
+def _check_inner(kind: type[Optimizers], optimizer: Any) -> Optimizer:
+    """Return the optimizer to wrap; raise ConfigError if it is none, or is wrapped this way already."""
+    name = kind.__name__
+    if not isinstance(optimizer, Optimizer):
+        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise ConfigError(f"{name} wraps an optimizer, found {found}; write {name}(AdamW(model.parameters()))")
+    if any(isinstance(one, kind) for one in everything_in(optimizer)):
+        raise ConfigError(f"{name} is inside {name}; remove one of them")
+    return optimizer
+
+
+@register("optimizer", "lookahead")
+class Lookahead(Optimizers):
+    """Every `k` updates, moves slow weights towards the trained ones by `alpha`, and continues from there.
+
+    Zhang et al., 2019. Only updates that were applied are counted, not skipped ones. Between two of these moves,
+    validation and checkpoints use the trained (fast) weights. The wrapped optimizer keeps its momentum.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1), k=2, alpha=0.5)
+    >>> for _ in range(2):
+    ...     weight.grad = torch.ones(1)
+    ...     optimizer.step()
+    ...     print(round(weight.item(), 3))
+    0.9
+    0.9
+    """
+
+    @checked
+    def __init__(
+        self, optimizer: Inner, k: Annotated[int, Ge(1)] = 5, alpha: Annotated[float, Gt(0), Le(1)] = 0.5
+    ) -> None:
+        self.optimizer = _check_inner(Lookahead, optimizer)
+        self.k, self.alpha = k, alpha
+        super().__init__([optimizer])
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the wrapped optimizer step; after every `k` updates move the slow weights."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Optimizers create the state of a parameter if it is empty, so slow weights are added afterwards.
+        new = [
+            (one, param, param.detach().clone())
+            for one in optimizers_in(self)
+            for group in one.param_groups
+            for param in group["params"]
+            if param.grad is not None and SLOW not in one.state.get(param, {})
+        ]
+        self._step_each()
+        for one, param, slow in new:
+            one.state[param][SLOW] = slow
+        state = self.state
+        if COUNTER not in state:
+            if not new:  # no parameter has had a gradient yet
+                return loss
+            state[COUNTER] = {"step": torch.zeros((), dtype=torch.int64, device=self._device)}
+        count: Tensor = state[COUNTER]["step"]
+        skipped = vars(self).get("found_inf")  # set if the kernel decides on the device whether to skip
+        # After a skipped update the count may be a multiple again: slow and trained weights are then equal already.
+        if not count.is_cpu:
+            count.add_(1 if skipped is None else skipped == 0)
+            _move_if(count.remainder(self.k) == 0, *self._weights(), self.alpha)
+            return loss
+        count.add_(skipped is None or not skipped.item())  # on the CPU reading a value does not wait
+        if count.item() % self.k == 0:
+            slow, fast = self._weights()
+            torch._foreach_lerp_(slow, fast, self.alpha)
+            torch._foreach_copy_(fast, slow)
+        return loss
+
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the slow weights, and the trained ones."""
+        states = [item for one in optimizers_in(self) for item in one.state.items() if SLOW in item[1]]
+        return [state[SLOW] for _, state in states], [param.data for param, _ in states]
+
+    @property
+    def _device(self) -> torch.device:
+        first: Tensor = next(param for group in self.param_groups for param in group["params"])
+        return first.device
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; raise CheckpointError for a counter or slow weights of another shape."""
+        super().load_state_dict(state_dict)
+        state = self.state
+        pairs = [*zip(*self._weights(), strict=True)]
+        if COUNTER in state:  # torch moves only the state of parameters to their device
+            count = state[COUNTER]["step"] = state[COUNTER]["step"].to(self._device, torch.int64)
+            pairs.append((count, torch.zeros(())))
+        for found, wanted in pairs:
+            if found.shape != wanted.shape:
+                raise CheckpointError(
+                    f"the state of Lookahead has the shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+                )
+
+
+def _move_if(is_due: Tensor, slow: list[Tensor], fast: list[Tensor], alpha: float) -> None:
+    """Do what is done on the CPU if it is due, decided on the device."""
+    for old, new, moved in zip(slow, fast, torch._foreach_lerp(slow, fast, alpha), strict=True):
+        torch.where(is_due, moved, old, out=old)
+        torch.where(is_due, moved, new, out=new)
+
+
+@register("optimizer", "sam")
+class SAM(Perturbed):
+    """Sharpness-aware minimisation: updates with the gradient at the worst weights within a distance of `rho`.
+
+    Foret et al., 2021: these are w + rho·g/|g|, with the gradient g of the whole step over all micro-batches and
+    processes. With `adaptive` (ASAM; Kwon et al., 2021) they are w + rho·w²·g/|w·g|, which does not depend on the
+    scale of layers; rho is then usually ten times larger or more. A step runs every micro-batch twice, with the same
+    dropout masks. The loss that is reported, metrics and running statistics are those of the first pass.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = SAM(torch.optim.SGD([weight], lr=0.1), rho=0.5)
+    >>> def backward(): optimizer.zero_grad(); weight.square().sum().backward()
+    >>> backward(); _ = optimizer.perturb(); weight.item()
+    1.5
+    >>> backward(); optimizer.restore(); optimizer.step(); round(weight.item(), 3)
+    0.7
+    """
+
+    @checked
+    def __init__(self, optimizer: Inner, rho: Annotated[float, Gt(0)] = 0.05, adaptive: bool = False) -> None:
+        self.optimizer = _check_inner(SAM, optimizer)
+        self.rho, self.adaptive = rho, adaptive
+        super().__init__(optimizer)
+
+    def move(self, params: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """Add rho·g/|g| to the parameters unless a gradient is not finite; return the norm. The gradients change."""
+        if self.adaptive:
+            torch._foreach_mul_(grads, params)
+        norm = global_norm(grads)
+        if self.adaptive:
+            torch._foreach_mul_(grads, params)
+        factor, is_finite = self.rho / (norm + SMALLEST_NORM), norm.isfinite()
+        if not is_finite.is_cpu:
+            _zero_unless(is_finite, [factor, *grads])
+        elif not is_finite.item():  # on the CPU reading a value does not wait
+            return norm
+        torch._foreach_mul_(grads, factor)
+        torch._foreach_add_(params, grads)
+        return norm
+
+
+def _zero_unless(is_finite: Tensor, tensors: list[Tensor]) -> None:
+    """Set all tensors to zero unless the gradients are finite, decided on the device: 0·inf would be nan."""
+    for one in tensors:
+        one.masked_fill_(~is_finite, 0.0)

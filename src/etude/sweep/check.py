@@ -1,0 +1,54 @@
+"""Checking a sweep before its first trial: every key and value fits the config of the experiment."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from etude.config import Document
+from etude.config.document import COMMAND_LINE
+from etude.core.errors import ConfigError
+from etude.core.monitor import Mode, mode_of
+from etude.experiment import ExperimentConfig, check_experiment, load_experiment_config
+from etude.sweep.spec import SweepSpec, candidates, override
+
+
+def check_sweep(spec: SweepSpec, document: Document) -> ExperimentConfig:
+    """Return the config of the experiment with the overrides of the sweep; raise ConfigError for any mistake."""
+    base = _load(spec, {}, document)
+    first = spec.first_point()
+    for key, values in spec.space.items():
+        for value in candidates(values):
+            config = _load(spec, {**first, key: value}, document)
+    check_experiment(config)
+    return base
+
+
+def judged_by(spec: SweepSpec, config: ExperimentConfig, document: Document) -> tuple[str, Mode]:
+    """Return the metric of a sweep, and whether its smallest or largest value is the best."""
+    judge = config.training.judge()
+    if spec.metric in (None, judge.name) and spec.mode is None:
+        return judge.name, judge.mode
+    metric = spec.metric or judge.name
+    return metric, mode_of(metric, spec.mode, document.place("metric"))
+
+
+def fixed_overrides(spec: SweepSpec) -> list[str]:
+    """Return the overrides of all trials."""
+    return [override(key, value) for key, value in spec.overrides.items()]
+
+
+def _load(spec: SweepSpec, point: Mapping[str, Any], document: Document) -> ExperimentConfig:
+    """Load the experiment with one point of the space; a mistake names its place in the sweep file."""
+    try:
+        overrides = [*fixed_overrides(spec), *(override(key, value) for key, value in point.items())]
+        return load_experiment_config(spec.experiment, overrides=overrides)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        for section, keys in (("space", point), ("overrides", spec.overrides)):
+            for key in keys:
+                place = document.place(f"{section}.{key}").replace(f"{COMMAND_LINE}: {section}.", f"{COMMAND_LINE}: ")
+                begin = f"{COMMAND_LINE}: {key}"
+                lines = [
+                    place + line[len(begin) :] if line.startswith((f"{begin}:", f"{begin}.")) else line
+                    for line in lines
+                ]
+        raise ConfigError("\n".join(lines)) from None

@@ -1,0 +1,271 @@
+"""Running a sweep: trials are asked of optuna, trained in processes of their own, watched, and reported back."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from etude.core.errors import ConfigError, TrainingError
+from etude.core.files import FolderLock, LockHeld
+from etude.sweep.folder import SweepFolder, import_optuna
+from etude.sweep.launch import devices_of, start_run, start_server, wait_for
+from etude.sweep.spec import SPEC, SweepSpec, override, read_document, validated
+from etude.sweep.watch import RunningTrial
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.trial import FrozenTrial
+
+    from etude.engine.stopping import Interrupts
+    from etude.experiment import ExperimentConfig
+
+POLL_S = 0.2
+"""How often metrics are read while nothing ends."""
+MAX_FAILURES = 3
+"""Trials that may fail before one succeeds."""
+MAX_KILLS = 3
+"""How often a run is started whose process is killed, for example because memory ran out."""
+INTERRUPTED = 130
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class SweepOutcome:
+    """How a sweep ended."""
+
+    path: Path
+    status: str
+    """finished, interrupted, or waiting: other processes still run trials of it."""
+    study: "Study"
+    command: str
+    """The command to continue."""
+
+
+def run_sweep(
+    source: str | Path,
+    words: Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+    storage: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    say: Say = lambda _line: None,
+) -> SweepOutcome:
+    """Run a sweep until its trials are done, or join one that other processes run.
+
+    Arguments:
+        source: a sweep file, an experiment, or the folder of a sweep to continue.
+        words: `key=1,2,3` and `key=1e-4..1e-1:log` add to the space, `key=value` sets a key for all trials.
+        run_dir: the folder of the sweep [default: runs/sweeps/EXPERIMENT/TIME].
+        storage: URL of a database for optuna, instead of a file in the folder.
+        options: keys of a sweep file, such as `trials`, that replace those of the file.
+
+    In a script, call it below `if __name__ == "__main__":`, since it starts processes.
+    """
+    import_optuna()
+    is_folder = (Path(source) / SPEC).is_file()
+    if is_folder and run_dir is not None:
+        raise ConfigError(f"{source} is the folder of a sweep, which continues there; leave out --dir")
+    document = read_document(str(source), words, options)
+    spec = validated(document)
+    if spec.nproc == 1:
+        start_server()  # it imports torch while this process does
+    from etude.monitor import default_run_dir
+    from etude.sweep.check import check_sweep, judged_by
+    from etude.sweep.space import pruner_of
+
+    config = check_sweep(spec, document)
+    spec.experiment = str(config.path.resolve()) if config.path else spec.experiment
+    spec.metric, spec.mode = judged_by(spec, config, document)
+    pruner = pruner_of(spec)
+    path = Path(source) if is_folder else Path(run_dir or default_run_dir(f"sweeps/{config.name}"))
+    folder = SweepFolder(path, storage)
+    folder.begin(spec, config.to_yaml())
+    study = folder.study(spec.mode)
+    study.pruner = pruner
+    say(f"sweep of {config.name}: {spec.num_trials} trials for {spec.metric}; folder {path}")
+    return _Sweep(folder, spec, study, config, say).run()
+
+
+class _Sweep:
+    """The loop of a sweep, in one process."""
+
+    def __init__(
+        self, folder: SweepFolder, spec: SweepSpec, study: "Study", config: "ExperimentConfig", say: Say
+    ) -> None:
+        self.folder, self.spec, self.study, self.config, self.say = folder, spec, study, config, say
+        self.running: list[RunningTrial] = []
+        self.failures = 0
+        self.has_succeeded = False
+        self.num_devices = _num_devices(config.training.device)
+
+    def run(self) -> SweepOutcome:
+        """Run trials until there are no more."""
+        from etude.engine.stopping import Interrupts
+
+        said = "stopping: running trials save what they have; press Ctrl-C again to stop at once"
+        try:
+            with Interrupts(lambda _words: self.say(said)) as interrupts:
+                while not interrupts.requested and (self._fill() or self.running):
+                    self._wait()
+                    for one in [*self.running]:
+                        self._look(one)
+                self._stop()
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"earlier checkpoints are intact; continue with: {self._command()}")
+            raise
+        finally:
+            for one in [*self.running]:
+                if one.process is not None:
+                    one.process.kill()
+                self._release(one)
+        return self._outcome(interrupts)
+
+    def _outcome(self, interrupts: "Interrupts") -> SweepOutcome:
+        from optuna.trial import TrialState
+
+        elsewhere = any(trial.state == TrialState.RUNNING for trial in self._trials())
+        status = "interrupted" if interrupts.requested else "waiting" if elsewhere else "finished"
+        return SweepOutcome(self.folder.path, status, self.study, self._command())
+
+    def _command(self) -> str:
+        option = " --storage URL" if self.folder.storage else ""  # it may hold a password
+        return f"etude sweep {quote(str(self.folder.path))}{option}"
+
+    def _stop(self) -> None:
+        """Ask the running trials to save, and wait until they have."""
+        for one in self.running:
+            if one.process is not None:
+                one.process.terminate()
+        while any(one.process is not None and one.process.poll() is None for one in self.running):
+            self._wait()
+
+    def _wait(self) -> None:
+        processes = [one.process for one in self.running if one.process is not None]
+        wait_for(processes, POLL_S)
+
+    def _trials(self) -> "list[FrozenTrial]":
+        return self.study.get_trials(deepcopy=False)
+
+    def _fill(self) -> bool:
+        """Start trials in the free slots; return whether one was started."""
+        started = False
+        while len(self.running) < self.spec.workers and (taken := self._take()) is not None:
+            trial, lock = taken
+            slot = min(set(range(self.spec.workers)) - {one.slot for one in self.running})
+            runs = self.folder.runs(trial.number, self.spec.seeds)
+            assert self.spec.metric is not None
+            assert self.spec.mode is not None
+            self.running.append(RunningTrial(trial, runs, lock, slot, self.spec.metric, self.spec.mode))
+            self._start(self.running[-1])
+            started = True
+        return started
+
+    def _take(self) -> "tuple[Trial, FolderLock] | None":
+        """Take a trial that nobody runs any more, or a new one."""
+        from optuna import Trial
+        from optuna.trial import TrialState
+
+        from etude.sweep.space import ask
+
+        with self.folder.locked():
+            trials, mine = self._trials(), {one.trial.number for one in self.running}
+            for left in trials:
+                if left.state != TrialState.RUNNING or left.number in mine or not self.folder.has(left.number):
+                    continue
+                if left.params.keys() >= self.spec.space.keys() and (lock := self.folder.own(left.number)):
+                    self.say(f"trial {left.number} is continued from its last checkpoint")
+                    return Trial(self.study, left._trial_id), lock
+            if sum(trial.state != TrialState.WAITING for trial in trials) >= self.spec.num_trials:
+                return None
+            trial = ask(self.study, self.spec)
+            lock = self.folder.own(trial.number)
+            assert lock is not None, "a new trial belongs to nobody"
+            return trial, lock
+
+    def _start(self, one: RunningTrial) -> None:
+        """Start the next run of a trial; later, if a process of a killed sweep has not left its folder yet."""
+        one.run.mkdir(parents=True, exist_ok=True)
+        try:
+            with FolderLock(one.run / ".lock"):
+                pass
+        except LockHeld:
+            return
+        if not one.is_finished:
+            devices = devices_of(one.slot, self.spec.nproc, self.num_devices)
+            overrides = self._overrides(one)
+            one.process = start_run(self.spec.experiment, overrides, one.run, nproc=self.spec.nproc, devices=devices)
+
+    def _overrides(self, one: RunningTrial) -> list[str]:
+        from etude.sweep.check import fixed_overrides
+        from etude.sweep.space import values_of
+
+        values: dict[str, Any] = {}
+        if self.spec.seeds > 1:
+            values["training.seed"] = self.config.training.seed + len(one.results)
+        threads = max(1, (os.cpu_count() or 1) // (self.spec.workers * self.spec.nproc))
+        if self.spec.workers > 1 and self.config.training.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+            values["training.num_threads"] = threads
+        values |= values_of(self.spec, one.trial.params)
+        return [*fixed_overrides(self.spec), *(override(key, value) for key, value in values.items())]
+
+    def _look(self, one: RunningTrial) -> None:
+        """Report the values of a trial, and what became of it if its process has ended."""
+        code = None if one.process is None else one.process.poll()
+        one.report()
+        if one.is_finished and (one.process is None or code is not None):
+            problem = one.finish_run()
+            if problem:
+                self._end(one, failed=problem)
+            elif len(one.results) == len(one.runs):
+                self._end(one)
+            else:
+                self._start(one)
+        elif one.process is None:
+            self._start(one)
+        elif code is not None:
+            self._look_at_end(one, code)
+
+    def _look_at_end(self, one: RunningTrial, code: int) -> None:
+        """Decide about a process that ended before its run was finished."""
+        one.kills += 1
+        if one.is_pruned:
+            self._end(one)
+        elif (code < 0 or code == INTERRUPTED) and one.kills < MAX_KILLS:
+            self.say(f"trial {one.trial.number}: its process was killed; continuing from its last checkpoint")
+            self._start(one)
+        else:
+            self._end(one, failed=one.last_words(code))
+
+    def _end(self, one: RunningTrial, failed: str = "") -> None:
+        from optuna.trial import TrialState
+
+        from etude.sweep.table import line_of
+
+        if failed:
+            one.trial.set_user_attr("error", failed)
+            state, value = TrialState.FAIL, None
+        elif len(one.results) < len(one.runs):
+            state, value = TrialState.PRUNED, None
+        else:
+            state, value = TrialState.COMPLETE, sum(one.results) / len(one.results)
+        ended = self.study.tell(one.trial, value, state)
+        self._release(one)
+        self.say(line_of(ended, self.study, self.spec))
+        self.failures += bool(failed)
+        self.has_succeeded |= not failed
+        if self.failures >= MAX_FAILURES and not self.has_succeeded:
+            self._stop()
+            raise TrainingError(f"the first {self.failures} trials failed, so the sweep ends; the last: {failed}")
+
+    def _release(self, one: RunningTrial) -> None:
+        self.running.remove(one)
+        one.lock.__exit__(None, None, None)
+
+
+def _num_devices(device: str) -> int:
+    """Return the number of CUDA devices that trials may use."""
+    import torch
+
+    return torch.cuda.device_count() if device in ("auto", "cuda") else 0

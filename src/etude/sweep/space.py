@@ -1,0 +1,86 @@
+"""The search space for optuna: distributions, points of a grid, and values back from optuna's parameters."""
+
+import importlib.util
+import itertools
+import random
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from optuna import Study, Trial
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.exceptions import ExperimentalWarning
+from optuna.pruners import BasePruner
+from optuna.trial import TrialState
+
+from etude.config import Selection, build_selection, lookup
+from etude.core.errors import ConfigError
+from etude.sweep.search import NEEDS
+from etude.sweep.spec import Range, SweepSpec, text_of
+
+
+def distribution(values: Range | list[Any]) -> BaseDistribution:
+    """Return the distribution of a key of the space."""
+    if isinstance(values, list):
+        return CategoricalDistribution(labels_of(values))
+    if values.is_whole:
+        return IntDistribution(int(values.low), int(values.high), values.log, int(values.step or 1))
+    return FloatDistribution(float(values.low), float(values.high), values.log, values.step)
+
+
+def values_of(spec: SweepSpec, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a trial by config key."""
+    found = {}
+    for key, values in spec.space.items():
+        param = params[key]
+        found[key] = values[labels_of(values).index(param)] if isinstance(values, list) else param
+    return found
+
+
+def ask(study: Study, spec: SweepSpec) -> Trial:
+    """Return a new trial. The caller holds the lock of the sweep, so its number is known.
+
+    The sampler gets a seed for every trial: a continued sweep goes on as if it had not been stopped, and several
+    processes do not repeat each other's choices.
+    """
+    trials = study.get_trials(deepcopy=False)
+    seed = random.Random(f"{spec.seed}/{len(trials)}").getrandbits(32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of experimental arguments, and of steps that do not end at `high`
+        study.sampler = _built(spec.sampler, "sampler", "grid" if spec.is_grid else "tpe", seed=seed)
+        if spec.is_grid and not any(trial.state == TrialState.WAITING for trial in trials):
+            labels = [labels_of(values) for values in spec.space.values() if isinstance(values, list)]
+            point = next(itertools.islice(itertools.product(*labels), len(trials), None))
+            study.enqueue_trial(dict(zip(spec.space, point, strict=True)))
+        space = {key: distribution(values) for key, values in spec.space.items()}
+        try:
+            return study.ask(space)
+        except (ValueError, TypeError, ArithmeticError, ImportError) as error:  # arguments that it did not check
+            raise ConfigError(f"sampler: optuna cannot choose a trial: {type(error).__name__}: {error}") from error
+
+
+def pruner_of(spec: SweepSpec) -> BasePruner:
+    """Return the pruner of a sweep, and check that its sampler can be built."""
+    name = spec.sampler.component.name if spec.sampler is not None else "tpe"
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        raise ConfigError(f"sampler '{name}' needs {NEEDS[name]}: pip install {NEEDS[name]}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        _built(spec.sampler, "sampler", "tpe", seed=0)
+        pruner: BasePruner = _built(spec.pruner, "pruner", "none")
+        return pruner
+
+
+def _built(selection: Selection | None, kind: str, default: str, **provided: Any) -> Any:
+    return build_selection(selection or Selection(lookup(kind, default)), path=kind, provided=provided)
+
+
+def labels_of(values: list[Any]) -> list[Any]:
+    """Return choices for optuna, which knows single values only and finds them by equality: 1 is true for it."""
+    plain = all(one is None or isinstance(one, (str, int, float)) for one in values)
+    return values if plain and len(set(values)) == len(values) else [text_of(one) for one in values]

@@ -1,0 +1,135 @@
+"""Sweeps that are killed, interrupted or shared: no trial is lost, none runs twice, and the bytes are the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from etude.sweep import SweepFolder
+from etude.sweep.folder import _JournalLock
+
+SPACE = ("optimizer.lr=0.01,0.02", "--dir", "s")
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "etude", "sweep", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def wait_until(condition, process) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def events(run: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_stopped_sweep_continues_its_trial_with_the_same_bytes(etude, points, same_weights, how):
+    Path("hold").touch()
+    sweep = start(points, *SPACE)
+    wait_until(Path("reached").exists, sweep)
+    trial = Path("s/trial-0000")
+    pid = json.loads((trial / "status.json").read_text())["pid"]
+    if how == signal.SIGINT:
+        os.killpg(sweep.pid, how)  # as a terminal does; trials have groups of their own
+        wait_until(lambda: "stopping" in (trial / "output.txt").read_text(), sweep)
+        Path("hold").unlink()
+        out, err = sweep.communicate()
+        assert sweep.returncode == 130, err
+        assert "press Ctrl-C again" in out
+        assert "continue with: etude sweep s" in out
+        assert "Traceback" not in err
+    else:
+        for one in (sweep.pid, pid):
+            os.kill(one, how)
+        sweep.communicate()
+        Path("hold").unlink()
+    assert events(trial).count("end") == (how == signal.SIGINT)
+    assert etude("sweep", "status", "s").out.splitlines()[1].split()[:2] == ["0", "stopped"]
+    done = etude("sweep", "s")
+    assert done.code == 0, done.err
+    assert "trial 0 is continued" in done.out
+    assert "2 of 2 trials: 2 complete" in done.out
+    assert events(trial).count("resume") == 1
+    same_weights(trial, "optimizer.lr=0.01")
+
+
+@pytest.mark.slow
+def test_trials_of_a_killed_sweep_save_and_stop(etude, points):
+    Path("hold").touch()
+    sweep = start(points, *SPACE)
+    wait_until(Path("reached").exists, sweep)
+    trial = Path("s/trial-0000")
+    sweep.kill()
+    sweep.wait()  # its output stays open until the trial has stopped
+    Path("hold").unlink()
+    sweep.communicate()
+    while json.loads((trial / "status.json").read_text())["state"] == "running":
+        time.sleep(0.01)
+    assert json.loads((trial / "status.json").read_text())["state"] in ("interrupted", "stopped")
+    assert etude("sweep", "s").code == 0
+
+
+def test_a_killed_process_of_a_trial_is_started_again(etude, points, same_weights):
+    Path("die").touch()
+    done = etude("sweep", points, *SPACE)
+    assert done.code == 0, done.err
+    assert "trial 0: its process was killed; continuing" in done.out
+    assert "2 of 2 trials: 2 complete" in done.out
+    same_weights(Path("s/trial-0000"), "optimizer.lr=0.01")
+
+
+def test_two_processes_share_a_sweep_and_no_trial_runs_twice(etude, points):
+    values = ",".join(str(0.01 * number) for number in range(1, 13))
+    words = [points, f"optimizer.lr={values}", "training.epochs=2", "--dir", "s", "--workers", 2]
+    other = start(*words)
+    wait_until(Path("s/trial-0000/config.yaml").exists, other)
+    done = etude("sweep", *words)
+    out, err = other.communicate()
+    assert (done.code, other.returncode) == (0, 0), done.err + err
+    study = SweepFolder("s").study()
+    assert sorted(trial.params["optimizer.lr"] for trial in study.trials) == [float(one) for one in values.split(",")]
+    assert all(trial.state.name == "COMPLETE" for trial in study.trials)
+    for number in range(12):
+        assert [kind for kind in events(Path("s", f"trial-{number:04d}")) if kind in ("start", "resume")] == ["start"]
+    counts = [sum(line.startswith("trial ") for line in text.splitlines()) for text in (done.out, out)]
+    assert sum(counts) == 12
+    assert min(counts) >= 1
+
+
+def test_a_line_of_the_journal_that_was_cut_off_is_dropped(etude, points):
+    assert etude("sweep", points, *SPACE, "training.epochs=1").code == 0
+    journal = Path("s/journal.jsonl")
+    with journal.open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
+    lock = _JournalLock(journal)
+    lock.acquire()
+    lock.release()
+    assert journal.read_bytes().endswith(b"}\n")
+    assert "2 of 2" in etude("sweep", "status", "s").out
+
+
+def test_a_sweep_is_continued_as_it_was(etude, points):
+    assert etude("sweep", points, *SPACE, "training.epochs=1").code == 0
+    other = etude("sweep", points, "optimizer.lr=0.01,0.03", "training.epochs=1", "--dir", "s")
+    assert "holds another sweep (space differ" in other.error
+    Path("points.yaml").write_text(Path("points.yaml").read_text().replace("dropout: 0.1", "dropout: 0.2"))
+    assert "has changed since the sweep" in etude("sweep", "s").error
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_trials_of_several_processes(etude, points):
+    done = etude("sweep", points, "optimizer.lr=0.01,0.02", "training.epochs=1", "--nproc", 2, "--dir", "s")
+    assert done.code == 0, done.err + Path("s/trial-0000/output.txt").read_text()
+    assert "2 of 2 trials: 2 complete" in done.out

@@ -1,0 +1,197 @@
+"""Sweeps that run to their end: what is tried, what is compared, and what is left in the folder."""
+
+import itertools
+import json
+from pathlib import Path
+
+import optuna
+import pytest
+import yaml
+
+from etude.monitor.reading import read_config
+from etude.sweep import SweepFolder
+
+COMPLETE, PRUNED, FAIL = (
+    optuna.trial.TrialState.COMPLETE,
+    optuna.trial.TrialState.PRUNED,
+    optuna.trial.TrialState.FAIL,
+)
+
+
+def trials(folder: str = "s"):
+    return SweepFolder(folder).study().trials
+
+
+def best_loss(run: Path, name: str = "val_loss", best=min) -> float:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return best(record[name] for record in records if record["split"] == "val")
+
+
+def test_trials_are_run_folders_whose_settings_and_values_are_in_the_study(etude, points):
+    done = etude(
+        *("sweep", points, "optimizer.lr=1e-3..1e-1:log", "model.dropout=0..0.5:0.25", "training.epochs=2"),
+        *("--trials", 5, "--workers", 2, "--dir", "s"),
+    )
+    assert done.code == 0, done.err
+    assert "5 of 5 trials: 5 complete" in done.out
+    for trial in trials():
+        run = Path("s", f"trial-{trial.number:04d}")
+        config = read_config(run)
+        assert trial.value == best_loss(run)
+        assert config["optimizer"]["lr"] == trial.params["optimizer.lr"]
+        assert config["model"]["dropout"] == trial.params["model.dropout"] in (0.0, 0.25, 0.5)
+        assert config["training"]["epochs"] == 2
+        assert 1e-3 <= trial.params["optimizer.lr"] <= 1e-1
+    best = min(trials(), key=lambda trial: trial.value)
+    assert f"best: trial {best.number}, " in done.out
+    listed = etude("runs", "list", "s", "--sort", "best")
+    assert f"trial-{best.number:04d}" in listed.out.splitlines()[1]
+
+
+def test_the_config_of_the_best_trial_trains_to_its_weights(etude, points, same_weights):
+    assert etude("sweep", points, "optimizer.lr=0.0001,0.02", "--dir", "s").code == 0
+    made = etude("sweep", "best", "s", "--out", "best.yaml")
+    assert made.out == "made best.yaml; train it with: etude train best.yaml\n"
+    assert etude("train", "best.yaml", "--run-dir", "again", "-q").code == 0
+    last = Path("checkpoints", "last", "model.safetensors")
+    assert Path("again", last).read_bytes() == Path("s", "trial-0001", last).read_bytes()
+    same_weights(Path("s", "trial-0001"), "optimizer.lr=0.02")
+    assert etude("sweep", "best", "s").out == Path("best.yaml").read_text()
+
+
+def test_the_best_config_does_not_keep_the_share_of_the_cores_that_a_trial_had(etude, points, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert etude("sweep", points, "optimizer.lr=0.01,0.02", "--workers", 2, "--dir", "s").code == 0
+    assert read_config(Path("s/trial-0000"))["training"]["num_threads"] >= 1
+    assert yaml.safe_load(etude("sweep", "best", "s").out)["training"]["num_threads"] is None
+
+
+def test_a_grid_tries_every_combination_once_in_order(etude, points):
+    Path("sweep.yaml").write_text(
+        "experiment: points.yaml\nspace:\n  model.hidden: [[4], [4, 4]]\n  training.drop_last: [true, false]\n"
+        "  scheduler: [null, cosine]\noverrides: {training.epochs: 1}\nworkers: 2\n"
+    )
+    done = etude("sweep", "sweep.yaml", "--dir", "s")
+    assert done.code == 0, done.err
+    expected = list(itertools.product([[4], [4, 4]], [True, False], [None, "cosine"]))
+    found = [read_config(Path("s", f"trial-{number:04d}")) for number in range(8)]
+    assert [
+        (one["model"]["hidden"], one["training"]["drop_last"], (one["scheduler"] or {}).get("name")) for one in found
+    ] == expected
+    assert len(trials()) == 8
+    Path("s").rename("moved")
+    again = etude("sweep", "moved", "--trials", 20)  # there are no more combinations
+    assert again.out.splitlines()[1] == "8 of 8 trials: 8 complete", again.err
+
+
+def test_a_sweep_in_two_parts_tries_what_one_in_one_part_does(etude, points):
+    space = ["optimizer.lr=1e-4..1e-1:log", "model.dropout=0.0..0.5", "training.epochs=1", "--dir"]
+    sampler = "sampler: {name: tpe, n_startup_trials: 2, multivariate: true, group: true}\nseed: 3\n"
+    Path("sweep.yaml").write_text(f"experiment: points.yaml\nspace: {{optimizer.eps: [1e-8]}}\n{sampler}")
+    assert etude("sweep", "sweep.yaml", *space, "whole", "--trials", 5).code == 0
+    assert etude("sweep", "sweep.yaml", *space, "parts", "--trials", 3).code == 0
+    assert etude("sweep", "parts", "--trials", 5).code == 0
+    whole, parts = trials("whole"), trials("parts")
+    assert [one.params for one in whole] == [one.params for one in parts]
+    assert [one.value for one in whole] == [one.value for one in parts]
+    assert len({one.params["optimizer.lr"] for one in whole}) == 5
+
+
+def test_seeds_are_averaged(etude, points):
+    words = ["optimizer.lr=0.01,0.03", "training.seed=5", "training.epochs=2"]
+    done = etude("sweep", points, *words, "--seeds", 2, "--metric", "val_accuracy", "--dir", "s")
+    assert done.code == 0, done.err
+    for trial in trials():
+        runs = [Path("s", f"trial-{trial.number:04d}", f"seed-{seed}") for seed in (0, 1)]
+        assert [read_config(run)["training"]["seed"] for run in runs] == [5, 6]
+        assert trial.value == sum(best_loss(run, "val_accuracy", max) for run in runs) / 2
+    best = max(trials(), key=lambda trial: trial.value)
+    config = yaml.safe_load(etude("sweep", "best", "s").out)
+    assert config["optimizer"]["lr"] == best.params["optimizer.lr"]
+
+
+def test_a_bad_trial_is_pruned_and_keeps_its_checkpoint(etude, points):
+    Path("sweep.yaml").write_text(
+        "experiment: points.yaml\nspace: {optimizer.lr: [0.03, 1e-7]}\n"
+        "pruner: {name: median, n_startup_trials: 1, n_warmup_steps: 1}\n"
+        "overrides: {training.epochs: 150, training.checkpoint_interval: 150}\n"
+    )
+    done = etude("sweep", "sweep.yaml", "--dir", "s")
+    assert done.code == 0, done.err
+    good, bad = trials()
+    assert (good.state, bad.state) == (COMPLETE, PRUNED)
+    assert sorted(good.intermediate_values) == list(range(150))
+    assert 1 <= max(bad.intermediate_values) < 149  # the first value is warm-up
+    assert Path("s/trial-0001/checkpoints/last/model.safetensors").exists()
+    assert not Path("s/trial-0001/result.json").exists()
+    assert "trial 1  pruned after" in done.out
+
+
+def test_arguments_that_a_pruner_does_not_check_itself_are_one_line(etude, points):
+    Path("sweep.yaml").write_text(
+        "experiment: points.yaml\nspace: {optimizer.lr: [0.03, 0.01]}\npruner: {name: hyperband, reduction_factor: 1}\n"
+    )
+    assert "pruner: " in etude("sweep", "sweep.yaml", "--dir", "s").error
+
+
+def test_a_failed_trial_is_recorded_with_its_reason_and_the_others_go_on(etude, points):
+    done = etude("sweep", points, "model.in_features=7,8", "training.epochs=1", "--dir", "s")
+    assert done.code == 0, done.err
+    assert [trial.state for trial in trials()] == [FAIL, COMPLETE]
+    assert "trial 0  failed: " in done.out
+    assert "1 failed, 1 complete" in done.out
+    log = Path("s/trial-0000/output.txt").read_text().splitlines()
+    assert trials()[0].user_attrs["error"] == log[-1].removeprefix("etude: ")
+    assert "Traceback" not in log
+
+
+def test_a_trial_that_diverges_is_a_failed_one(etude, points):
+    done = etude("sweep", points, "optimizer.lr=1e30,0.01", "optimizer.name=sgd", "--dir", "s")
+    assert done.code == 0, done.err
+    assert [trial.state for trial in trials()] == [FAIL, COMPLETE]
+    assert "finite" in trials()[0].user_attrs["error"]
+
+
+def test_a_sweep_in_which_everything_fails_ends(etude, points):
+    done = etude("sweep", points, "model.in_features=5,6,7,9,10,11", "--dir", "s")
+    assert "the first 3 trials failed" in done.error
+    assert len(trials()) == 3
+
+
+def test_an_unknown_metric_ends_the_sweep_with_the_nearest_name(etude, points):
+    done = etude("sweep", points, "optimizer.lr=0.01,0.02", "--metric", "val_los", "--mode", "min", "--dir", "s")
+    assert "'val_los'; did you mean 'val_loss'?" in done.error
+
+
+def test_a_database_holds_the_study(etude, points):
+    options = ["--storage", "sqlite:///s.db"]
+    done = etude("sweep", points, "optimizer.lr=0.01,0.02", "training.epochs=1", "--dir", "s", *options)
+    assert done.code == 0, done.err
+    assert "2 of 2 trials" in etude("sweep", "status", "s", *options).out
+    assert not Path("s/journal.jsonl").exists()
+    assert "--storage" in etude("sweep", "status", "s").error
+
+
+def test_status_and_plot(etude, points):
+    words = ["optimizer.lr=0.0001,0.001,0.01", "model.dropout=0.0,0.2", "training.epochs=1"]
+    assert etude("sweep", points, *words, "--dir", "s").code == 0
+    shown = etude("sweep", "status", "s").out.splitlines()
+    assert shown[0].split() == ["trial", "state", "val_loss", "done", "time", "optimizer.lr", "model.dropout"]
+    assert shown[3].split()[:2] == ["2", "complete"]
+    assert shown[-2] == "6 of 6 trials: 6 complete"
+    found = json.loads(etude("sweep", "status", "s", "--json").out)
+    assert [(one["state"], one["value"]) for one in found] == [("complete", trial.value) for trial in trials()]
+    plotted = etude("sweep", "plot", "s").out
+    assert "best so far" in plotted
+    rows = [line.split() for line in plotted.partition("importance of settings\n")[2].splitlines()]
+    assert [row[0] for row in rows] == ["optimizer.lr", "model.dropout"]
+    assert ".png" in etude("sweep", "plot", "s", "--out", "x.jpg").error
+
+
+def test_pictures(etude, points):
+    pytest.importorskip("matplotlib")
+    words = ["optimizer.lr=1e-4..1e-1:log", "model.hidden=[4],[8]", "training.epochs=1"]
+    assert etude("sweep", points, *words, "--trials", 4, "--dir", "s").code == 0
+    assert etude("sweep", "plot", "s", "--out", "x.svg").code == 0
+    text = Path("x.svg").read_text()
+    assert "<svg" in text

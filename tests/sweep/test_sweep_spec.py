@@ -1,0 +1,155 @@
+"""Sweep files and words of the command line: what they mean, and one line for every mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from etude.config.overrides import parse_override
+from etude.sweep.launch import devices_of
+from etude.sweep.space import distribution, labels_of, values_of
+from etude.sweep.spec import Range, SweepSpec, override, read_spec
+
+SWEEP = "experiment: points.yaml\nspace:\n  optimizer.lr: {low: 1e-4, high: 1e-1, log: true}\ntrials: 3\n"
+
+
+def test_words_are_ranges_lists_and_values(points):
+    spec = read_spec(
+        "points.yaml",
+        [
+            "optimizer.lr=1e-4..1e-1:log",
+            "model.dropout=0..0.5:0.25",
+            "training.batch_size=8..64",
+            "model.hidden=[4],[8, 8]",
+            "optimizer.betas=[0.9, 0.95]",
+            "scheduler=null,cosine",
+            "training.epochs=2",
+        ],
+        {"trials": 3},
+    )
+    assert spec.space == {
+        "optimizer.lr": Range(low=1e-4, high=1e-1, log=True),
+        "model.dropout": Range(low=0, high=0.5, step=0.25),
+        "training.batch_size": Range(low=8, high=64),
+        "model.hidden": [[4], [8, 8]],
+        "scheduler": [None, "cosine"],
+    }
+    assert spec.overrides == {"optimizer.betas": [0.9, 0.95], "training.epochs": 2}
+
+
+def test_words_replace_keys_of_the_file(points):
+    Path("sweep.yaml").write_text(SWEEP)
+    spec = read_spec("sweep.yaml", ["optimizer.lr=0.5", "model.dropout=0.1,0.2"])
+    assert (spec.space, spec.overrides) == ({"model.dropout": [0.1, 0.2]}, {"optimizer.lr": 0.5})
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inside: st.lists(inside, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(VALUES)
+def test_a_value_arrives_in_a_trial_as_it_was_written(value):
+    assert parse_override(override("a.b", value)) == ("a.b", value)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=5, unique_by=lambda one: override("", one)))
+def test_choices_come_back_from_optuna(values):
+    spec = SweepSpec.model_construct(space={"key": values})
+    choices = distribution(values).choices
+    assert len(choices) == len(values)
+    found = [
+        values_of(spec, {"key": distribution(values).to_external_repr(place)})["key"] for place in range(len(values))
+    ]
+    assert [override("", one) for one in found] == [override("", one) for one in values]
+    assert labels_of([1, True]) == ["1", "true"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("optimizer.lr", "optimizer.lrr", "sweep.yaml:3: space.optimizer.lrr: unknown key; did you mean 'lr'?"),
+        ("low: 1e-4", "low: 0", "sweep.yaml:3: space.optimizer.lr: log: true needs a positive low"),
+        ("high: 1e-1", "high: 1e-5", "sweep.yaml:3: space.optimizer.lr: low must be less than high"),
+        ("log: true", "lag: true", "space.optimizer.lr.lag: unknown key; did you mean 'log'?"),
+        ("low: 1e-4", "low: -1.0, step: 0.1", "space.optimizer.lr: "),
+        ("{low: 1e-4, high: 1e-1, log: true}", "[]", "space.optimizer.lr"),
+        ("{low: 1e-4, high: 1e-1, log: true}", "[0.1, 0.1]", "space.optimizer.lr"),
+        ("{low: 1e-4, high: 1e-1, log: true}", "[0.1, fast]", "sweep.yaml:3: space.optimizer.lr: "),
+        ("trials: 3", "trails: 3", "sweep.yaml:4: trails: unknown section; did you mean 'trials'?"),
+        ("trials: 3", "workers: 1", "the number of trials is missing; pass --trials N"),
+        ("trials: 3", "trials: 0", "sweep.yaml:4: trials: "),
+        ("trials: 3", "sampler: tp", "sampler"),
+        ("trials: 3", "sampler: grid", "sweep.yaml:3: space.optimizer.lr: a grid needs a list"),
+        ("trials: 3", "trials: 3\nsampler: {name: tpe, n_startup: 3}", "did you mean 'n_startup_trials'?"),
+        ("trials: 3", "trials: 3\npruner: medain", "did you mean 'median'?"),
+        (
+            "trials: 3",
+            "trials: 3\npruner: {name: successive_halving, reduction_factor: 1}",
+            "pruner 'successive_halving': ",
+        ),
+        ("trials: 3", "trials: 3\nmetric: val_thing", "val_thing"),
+        ("trials: 3", "trials: 3\nmode: smallest", "sweep.yaml:5: mode: must be 'min' or 'max'"),
+        (
+            "trials: 3",
+            "trials: 3\noverrides: {training.epoch: 3}",
+            "sweep.yaml:5: overrides.training.epoch: unknown key",
+        ),
+        ("trials: 3", "trials: 3\noverrides: {optimizer.lr: 3}", "'optimizer.lr' is in space and in overrides"),
+        ("points.yaml", "pionts.yaml", "did you mean 'points.yaml'?"),
+    ],
+)
+def test_a_mistake_in_a_sweep_file_is_one_line(etude, points, old, new, words):
+    assert old in SWEEP
+    Path("sweep.yaml").write_text(SWEEP.replace(old, new))
+    assert words in etude("sweep", "sweep.yaml", "--dir", "s").error
+    assert not Path("s").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["points.yaml"], "nothing to sweep"),
+        (["points.yaml", "training.epochs=3"], "nothing to sweep"),
+        (["points.yaml", "optimizer.lr=1e-3..1e-1"], "pass --trials N"),
+        (["points.yaml", "optimizer.lr=1..0.1", "--trials", 3], "command line: space.optimizer.lr: low must be less"),
+        (["points.yaml", "optimizer.lr=0.1..1:lag", "--trials", 3], "after the colon write log"),
+        (["points.yaml", "optimizer.lr=a..1", "--trials", 3], "space.optimizer.lr.low: expected"),
+        (["points.yaml", "optimizer.lrr=0.1,0.2"], "command line: optimizer.lrr: unknown key; did you mean 'lr'?"),
+        (["points.yaml", "optimizer.lr="], "has no value"),
+        (["points.yaml", "=1,2"], "cannot read '=0' as an override"),
+        (["pionts.yaml", "optimizer.lr=0.1,0.2"], "did you mean 'points.yaml'?"),
+        (["points.yaml", "optimizer.lr=0.1,0.2", "--dir", "points.npz"], "cannot write points.npz"),
+        (["points.yaml", "optimizer.lr=0.1,0.2", "--storage", "nonsense"], "--storage: cannot open the study"),
+        (["points.yaml", "optimizer.lr=0.1..0.2", "--trials", 2, "--sampler", "cmaes"], "'cmaes' needs cmaes"),
+        (["status", "."], "is not the folder of a sweep"),
+        (["best", "nowhere"], "is not the folder of a sweep"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(etude, points, arguments, words):
+    assert words in etude("sweep", *arguments).error
+
+
+def test_a_file_named_like_a_command_is_reached_by_its_path(etude, points):
+    Path("status").write_text(Path("points.yaml").read_text())
+    assert "nothing to sweep" in etude("sweep", "./status").error
+    assert "nothing to sweep" in etude("sweep", "run", "status").error
+
+
+def test_devices_are_dealt_out_among_those_that_are_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert [devices_of(slot, 1, 3) for slot in range(4)] == ["4", "6", "7", "4"]
+
+
+def test_help_imports_neither_torch_nor_optuna():
+    code = (
+        "import sys\nsys.argv = ['etude', 'sweep', '--help']\nfrom etude.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nprint(sorted({'torch', 'optuna'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "status" in done.stdout
