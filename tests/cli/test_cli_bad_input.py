@@ -45,7 +45,7 @@ def complaint(etude, config):
         ),
         ({"model": "lenett5"}, "model: unknown model 'lenett5'; did you mean 'lenet5'?"),
         ({"optimizer": {"name": "adamm"}}, "unknown optimizer 'adamm'; did you mean 'adam"),
-        ({"optimizer": "zzz"}, "optimizer: unknown optimizer 'zzz' (there are: adam, adamw, "),
+        ({"optimizer": "zzz"}, "optimizer: unknown optimizer 'zzz' (there are: adafactor, "),
         ({"scheduler": "cosin"}, "unknown scheduler 'cosin'; did you mean 'cosine'?"),
         ({"callbacks": [{"name": "early_stoping"}]}, "callbacks.0"),
         ({"model": None}, "toy.yaml: there is no `model:` section; add one"),
@@ -167,7 +167,7 @@ def test_import_of_what_names_no_module(etude, config, name):
     assert outcome.code == 2
     (line,) = outcome.errors
     assert "imports.0: " in line
-    assert len(line) < 900
+    assert len(line) < 1000
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_override_that_nothing_can_be_made_of(etude, config, override):
     assert outcome.code == 2
     (line,) = outcome.errors
     assert line.startswith("etude: command line: ")
-    assert len(line) < 900
+    assert len(line) < 1000
 
 
 def test_import_of_a_module_that_does_not_exist(complaint):

@@ -1,12 +1,12 @@
 """`etude tokenize`, `etude data check` and `etude data show`: what they print, and every mistake in one line."""
 
+import importlib.util
 import json
 import os
 
 import numpy as np
 import pytest
 
-from etude.corpus import tokenizer
 from forked_python import run_python
 
 LINES = [
@@ -65,7 +65,7 @@ def test_quiet_shows_no_progress(etude, texts):
         (["texts", "--include", "*.nothing"], "no text or code was found in texts; 60 other kinds of file"),
         (["texts", "--vocab-size", 9999], "use --vocab-size"),
         (["texts", "--vocab-size", 5], "vocab_size must be at least 259"),
-        (["texts", "--validation", 2], "validation must be a share"),
+        (["texts", "--validation", 2], "validation 2.0 and test 0.05"),
         (["texts", "--tokenizer", "bad.json"], "bad.json is not a tokenizer.json of the tokenizers library"),
         (["texts", "--min-chars", 100_000], "no text in any of 60 files (60 too short)"),
         (["texts/0.txt"], "of 1 documents none is left"),
@@ -92,10 +92,8 @@ def test_other_corpus_in_the_folder(etude, texts):
 
 
 def test_library_that_is_not_installed(etude, texts, monkeypatch):
-    real = tokenizer.importlib.util.find_spec
-    monkeypatch.setattr(
-        tokenizer.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else real(name)
-    )
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokenizers" else real(name))
     assert "install it with: pip install 'etude[text]'" in etude("tokenize", "texts").error
 
 

@@ -84,7 +84,7 @@ def test_a_loaded_checkpoint_is_evaluated_with_the_tasks_of_its_phase(tmp_path):
     loaded = run(tmp_path, Diary())
     loaded.load_checkpoint(tmp_path)
     assert set(loaded.task.weights) == {"first", "last"}
-    assert (loaded.state.clock.phase, loaded.learning_rate.scale) == (2, 1.0)
+    assert (loaded.state.clock.phase, loaded.learning_rate.scales) == (2, {"phase": 1.0})
     numbers = loaded.evaluate()
     assert "last/loss" in numbers
     assert "mean/loss" not in numbers

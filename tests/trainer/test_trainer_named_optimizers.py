@@ -10,7 +10,8 @@ from etude import Callback, Trainer
 from etude.config.registry import names
 from etude.core import ConfigError, TrainingError
 
-NAMES = [name for name in names("optimizer") if name != "several"]
+WRAPPERS = "lookahead", "sam", "several"
+NAMES = [name for name in names("optimizer") if name not in WRAPPERS and not name.startswith("cli_")]
 X = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(32) % 3
 

@@ -30,7 +30,7 @@ from code_tasks.testing import CodeUnderTest
 from code_tasks.writing import LABEL_NAMES, write_split
 from etude.core.errors import DataError
 from etude.corpus.report import folder_lock, write_json
-from etude.corpus.tokenizer import require_tokenizers
+from etude.data.text.tokenizer import require_tokenizers
 
 SCHEMA, INPUTS, PARTIAL = "schema.json", ".inputs.json", ".partial"
 VERSION = 1

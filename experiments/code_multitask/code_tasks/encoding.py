@@ -12,14 +12,8 @@ from numpy.typing import NDArray
 from code_tasks.ontology import IGNORED
 from etude.core.errors import DataError
 from etude.corpus.options import SPECIAL_TOKENS
-from etude.corpus.tokenizer import (
-    Encoder,
-    Vocabulary,
-    checksum,
-    read_vocabulary,
-    require_tokenizers,
-    train_tokenizer,
-)
+from etude.corpus.tokenizer import Encoder, Vocabulary, checksum, read_vocabulary, train_tokenizer
+from etude.data.text.tokenizer import require_tokenizers
 
 SEPARATORS = {"tests": "<|tests|>", "explanation": "<|explanation|>", "docstring": "<|docstring|>"}
 """What stands between the code and a test of it, its explanation, or a docstring that may belong to it."""

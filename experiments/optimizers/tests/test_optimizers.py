@@ -1,4 +1,4 @@
-"""The study of optimizers: its configs are valid, its budgets equal, and its curves are read from run folders."""
+"""The race of optimizers: its configs are valid, its budgets equal, and its curves are read from run folders."""
 
 import json
 import sys
@@ -12,21 +12,21 @@ from etude.experiment import load_experiment_config
 EXPERIMENT = Path(__file__).parents[1]
 sys.path.insert(0, str(EXPERIMENT))
 try:
-    import picture
-    import study
+    import draw_curves
+    import race
 finally:
     sys.path.remove(str(EXPERIMENT))
 
 
-@pytest.mark.parametrize("name", study.PROBLEMS)
+@pytest.mark.parametrize("name", race.PROBLEMS)
 def test_budgets_are_equal_and_all_configs_are_valid(name):
-    problem = study.PROBLEMS[name]
+    problem = race.PROBLEMS[name]
     assert {len(rates) for rates in problem.rates.values()} == {6}
-    assert set(problem.rates) == set(picture.COLOURS)
+    assert set(problem.rates) == set(draw_curves.COLOURS)
     for optimizer, rates in problem.rates.items():
         assert list(rates) == sorted(set(rates))
         config = load_experiment_config(
-            problem.experiment, overrides=study.overrides(problem, optimizer, rates[0], seed=2)
+            problem.experiment, overrides=race.overrides(problem, optimizer, rates[0], seed=2)
         ).to_dict()
         assert config["optimizer"]["name"] == optimizer
         assert config["optimizer"]["lr"] == rates[0]
@@ -42,24 +42,24 @@ def test_curves_are_read_from_a_run_folder(tmp_path):
         {"step": 20, "split": "val", "val_loss": 1.0, "val_accuracy": 0.75},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    found = study.read(tmp_path, ("tiny_lm", "adamw", 0.1, 0))
+    found = race.read(tmp_path, ("tiny_lm", "adamw", 0.1, 0))
     assert (found.steps, found.losses, found.accuracies, found.seconds) == (
         [10, 20],
         [2.0, 1.0],
         [0.5, 0.75],
         [2.5, 5.0],
     )
-    assert picture.first_below(study.asdict(found), 1.5) == (15, 3.75)
-    assert picture.first_below(study.asdict(found), 0.5) is None
+    assert draw_curves.first_below(race.asdict(found), 1.5) == (15, 3.75)
+    assert draw_curves.first_below(race.asdict(found), 0.5) is None
 
 
 def test_the_picture_has_a_line_for_each_optimizer():
     runs = [
-        study.asdict(study.Result(problem, name, 0.1, seed, [1, 2], [2.0, 1.0 + seed], [0, 0], [0.5, 1.0]))
-        for problem in study.PROBLEMS
-        for name in picture.COLOURS
-        for seed in study.SEEDS
+        race.asdict(race.Result(problem, name, 0.1, seed, [1, 2], [2.0, 1.0 + seed], [0, 0], [0.5, 1.0]))
+        for problem in race.PROBLEMS
+        for name in draw_curves.COLOURS
+        for seed in race.SEEDS
     ]
-    root = ET.fromstring(picture.draw(runs))
+    root = ET.fromstring(draw_curves.draw(runs))
     lines = [one for one in root.iter() if one.tag.endswith("polyline")]
-    assert len(lines) == len(picture.COLOURS) * (1 + 2 * len(study.PROBLEMS))
+    assert len(lines) == len(draw_curves.COLOURS) * (1 + 2 * len(race.PROBLEMS))

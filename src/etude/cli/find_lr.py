@@ -1,6 +1,5 @@
 """The command `etude find-lr`: the curve of a learning-rate range test, and the override to train with."""
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,9 +31,9 @@ def find_lr(
         from etude.runs.figures import check_figure
 
         check_figure(out)
-    found = importlib.import_module("etude.experiment").find_lr(
-        experiment, overrides or [], min_lr=min_lr, max_lr=max_lr, steps=steps
-    )
+    from etude.experiment import rate_finder
+
+    found = rate_finder.find_lr(experiment, overrides or [], min_lr=min_lr, max_lr=max_lr, steps=steps)
     if not is_main():
         raise SystemExit(0 if found.overrides else 2)
     _draw(found.search, found.name, out)

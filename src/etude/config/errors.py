@@ -155,7 +155,7 @@ def _unknown(loc: Loc, context: _Context) -> str:
     elif near:
         context.suggested.add((*loc[:-1], shape.spellings[near]))
         hint = f"; did you mean '{near}'?" + (f" '{shorten(key)}' itself belongs to '{home}'" if home else "")
-    elif home:
+    elif home and not _of_another_component(key, shape):
         hint = f"; '{shorten(key)}' belongs to '{home}'"
     else:
         hint = _of_another_component(key, shape) or _near_elsewhere(key, here, context)

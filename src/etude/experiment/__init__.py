@@ -18,12 +18,12 @@ if TYPE_CHECKING:
         load_experiment_config,
         validate_experiment,
     )
-    from etude.experiment.find_lr import find_lr
     from etude.experiment.load import load_model
     from etude.experiment.opened import evaluate_run
     from etude.experiment.planned import schedule_curves
     from etude.experiment.predict import predict_run
     from etude.experiment.profile import profile_experiment
+    from etude.experiment.rate_finder import find_lr
     from etude.experiment.run import RunOutcome, resume_run, train_experiment
     from etude.experiment.runner import ExperimentRunner
     from etude.experiment.template import new_experiment, new_experiment_from

@@ -30,8 +30,7 @@ class Optimizers(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = [one for given in optimizers for one in optimizers_in(given)]
-        self._given = list(optimizers)
+        self.optimizers = list(optimizers)
         if not self.optimizers:
             raise ConfigError("a list of optimizers must not be empty")
         params = [param for one in self.optimizers for group in one.param_groups for param in group["params"]]
@@ -97,7 +96,7 @@ class Optimizers(Optimizer):
 
     def announcement(self) -> str | None:
         """Return a line for the user about the optimizers it has chosen, or None."""
-        found = [one.announcement() for one in self._given if isinstance(one, Optimizers)]
+        found = [one.announcement() for one in self.optimizers if isinstance(one, Optimizers)]
         return "; ".join(filter(None, found)) or None
 
     def state_dict(self) -> dict[str, Any]:

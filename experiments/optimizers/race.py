@@ -1,9 +1,9 @@
 """Compare AdamW, Muon, schedule-free AdamW and SGD with equal tuning budgets, on two problems.
 
-    python experiments/optimizers/study.py [--problems tiny_lm,lenet5] [--workers 2] [--out study]
+    python experiments/optimizers/race.py [--problems tiny_lm,lenet5] [--workers 2] [--out study]
 
 Every optimizer gets the same number of learning rates, one run each. The best one by validation loss is then trained
-with three seeds, one run at a time, so that seconds can be compared. Writes `OUT/results.json`; picture.py draws it.
+with three seeds, one run at a time, so that seconds can be compared. Writes `OUT/results.json`.
 """
 
 import argparse

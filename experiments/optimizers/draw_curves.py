@@ -1,6 +1,6 @@
 """Draw the curves of a study: validation loss by step and by second, one line for each optimizer.
 
-    python experiments/optimizers/picture.py study/results.json curves.svg
+    python experiments/optimizers/draw_curves.py study/results.json curves.svg
 
 A line is the mean over seeds, its band their range.
 """
