@@ -11,7 +11,7 @@ from page_runs import START, make, train_record, write_lines
 
 
 @pytest.fixture
-def live(tmp_path):
+def live(tmp_path, page):
     """A run that is alive, and the server of its folder."""
     folder = make(tmp_path, "now", seed=1, steps=100, state="running")
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -19,6 +19,7 @@ def live(tmp_path):
     beat(folder, 100)
     one = Server(tmp_path)
     yield one, folder
+    page.goto("about:blank")  # else it would complain about the server
     one.stop()
 
 
