@@ -114,7 +114,14 @@ class Silence(Callback):
 
 def test_skipped_updates_are_explained_without_waiting_between_log_points(no_waiting, caplog):
     loader = DataLoader(*data(marked=(7, 12)), 32, shuffle=False, device=torch.device("cuda"))
-    config = {"epochs": 1, "log_interval": 5, "device": "cuda", "precision": "bf16", "max_steps": 20}
+    config = {
+        "epochs": 1,
+        "log_interval": 5,
+        "device": "cuda",
+        "precision": "bf16",
+        "max_steps": 20,
+        "capture": "off",
+    }
     monitor = GradientMonitor()
     with caplog.at_level(logging.WARNING, "etude"):
         Trainer(Net(), loader, config=config, callbacks=[monitor, Silence(no_waiting)], progress=False).train()
@@ -127,7 +134,7 @@ def test_skipped_updates_are_explained_without_waiting_between_log_points(no_wai
 
 def test_error_names_the_layer():
     loader = DataLoader(*data(marked=range(5, 21)), 32, shuffle=False, device=torch.device("cuda"))
-    config = {"epochs": 1, "log_interval": 20, "device": "cuda", "precision": "fp32", "max_skipped_steps": 10}
+    config = {"epochs": 1, "log_interval": 20, "device": "cuda", "max_skipped_steps": 10, "capture": "off"}
     trainer = Trainer(Net(), loader, config=config, callbacks=[GradientMonitor()], progress=False)
     with pytest.raises(TrainingError) as raised:
         trainer.train()

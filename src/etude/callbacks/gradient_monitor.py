@@ -64,7 +64,8 @@ class GradientMonitor(Callback):
     averaged loss over all micro-batches and ranks, before clipping; `report` holds the last ones.
 
     A skipped non-finite update is checked too: on the CPU immediately, on other devices at the log point. If the last
-    step was skipped, its gradients are still available, and every step until the next log point is checked.
+    step was skipped, its gradients are still available, unless it was captured, and every step until the next log
+    point is checked.
 
     In your own loop, `check` does all of it at once after `loss.backward()`:
 
