@@ -25,6 +25,7 @@ from etude.callbacks import (
 from etude.callbacks.sinks.base import SinkCallback
 from etude.config.registry import lookup, names
 from etude.core import Clock
+from etude.core.spans import watch
 from etude.engine.callback import HOOKS, Callback, RunParts
 from etude.losses import ClassificationLoss
 from etude.monitor import RunFolder
@@ -96,6 +97,13 @@ for _name, _package in NEEDS.items():
         del MAKERS[_name]
 
 every_callback = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_watches():
+    """A profile of a run that is broken off without its last hook ends with its test."""
+    yield
+    watch(None)
 
 
 @pytest.fixture(autouse=True)

@@ -135,11 +135,11 @@ def test_parts_add_up_to_the_time_of_the_steps():
             self.steps += 1
             self.at[self.steps] = time.perf_counter()
 
-    for _ in range(3):  # another process may take the CPU between the two clocks
+    for _ in range(5):  # another process may take the CPU between the two clocks
         clock, profiler = Times(), Profiler(start=10, steps=20)
         Trainer(net(), data(), config=CONFIG, callbacks=[profiler, clock], progress=False).train()
         measured = 1e3 * (clock.at[30] - clock.at[10]) / 20
-        if abs(profiler.profile.step_ms - measured) < 0.03 * measured:
+        if abs(profiler.profile.step_ms - measured) < 0.1 * measured:
             return
     pytest.fail(f"{profiler.profile.step_ms} ms, measured {measured}")
 

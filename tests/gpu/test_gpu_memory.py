@@ -50,9 +50,10 @@ def weights(trainer):
 
 @pytest.mark.parametrize("capture", ["off", "auto"])
 def test_a_step_is_done_again(little_memory, capture):
-    split, given = make(on_out_of_memory="split", capture=capture, epochs=8), make(micro_batch_size=16, epochs=8)
-    for one in (split, given):
-        one.train()
+    given = make(micro_batch_size=16, capture="off", epochs=8)
+    given.train()
+    split = make(on_out_of_memory="split", capture=capture, epochs=8)
+    split.train()
     assert 1 <= split.step.splitter.size < 256
     torch.testing.assert_close(weights(split), weights(given), rtol=1e-3, atol=1e-5)
 
@@ -69,7 +70,7 @@ def test_sizes_are_found(little_memory):
 def test_a_search_frees_its_memory(little_memory):
     before = torch.cuda.memory_allocated()
     trainer = make(micro_batch_size="auto")
-    assert torch.cuda.memory_allocated() - before < 64 * MIB
+    assert torch.cuda.memory_allocated() - before < 128 * MIB  # what cuBLAS keeps for itself
     assert not trainer.optimizer.state
 
 

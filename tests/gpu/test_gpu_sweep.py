@@ -8,6 +8,7 @@ import pytest
 from etude.monitor.reading import read_json
 from etude.sweep import SweepFolder
 
+pytest.importorskip("optuna")
 pytestmark = pytest.mark.gpu
 
 

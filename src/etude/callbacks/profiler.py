@@ -213,7 +213,7 @@ class Profiler(Callback):
             matrix_ms=trace.matrix_ms,
             other_ms=trace.other_ms,
             copy_ms=trace.copy_ms,
-            memory={name: one for name, one in trace.memory.items() if name in totals},
+            memory={name: one for name, one in trace.memory.items() if name in totals or name in eager},
             notes=self._notes,
         )
 
