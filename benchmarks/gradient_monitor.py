@@ -83,12 +83,15 @@ def make_step(make: Callable[[], nn.Module], task: SupervisedTask, device: torch
 
 def stretch(step: Step, batch: object, monitor: GradientMonitor | None, steps: int) -> float:
     """Return the microseconds per step of some steps and one log point, which reads one number of them."""
-    step.watchers = () if monitor is None else [(1, monitor.on_gradients)]
+    step.watchers = () if monitor is None else [monitor]
     wait(step)
     clock = time.perf_counter if step.updater.device.type == "cuda" else time.process_time
     start = clock()
     for _ in range(steps):
+        if monitor is not None:
+            monitor.on_step_begin(step.clock.step)
         report = step([batch])
+        step.clock.step += 1
         if monitor is not None:
             monitor.on_step_end(report)
     float(report.norm)
@@ -133,11 +136,9 @@ def row_of(name: str, work: tuple[Callable[[], nn.Module], object, SupervisedTas
     both = microseconds(lambda: monitor.check(step.model), step, 5 * rounds)
     report = step([batch])
     idle = GradientMonitor(every=10**9)
-    step.watchers = [(1, idle.on_gradients)]
-    step([batch])
-    gradients = idle._gradients
-    assert gradients is not None
-    hooks = microseconds(lambda: (idle.on_gradients(gradients), idle.on_step_end(report)), step, 1000)
+    hooks = microseconds(
+        lambda: (idle.on_step_begin(1), idle.wants_gradients(1), idle.on_step_end(report)), step, 1000
+    )
     step_us = quartiles(plain)[1]
     low, middle, high = quartiles([(mine / base - 1) * 100 for mine, base in zip(watched, plain, strict=True)])
     return {

@@ -97,6 +97,7 @@ class Life:
             for callback in callbacks:
                 if isinstance(callback, TaskGradientWatcher) and callback.wants_task_gradients(self.clock.step):
                     callback.on_task_gradients(task_gradients(self.clock.step))
+            callbacks.on_step_begin(self.clock.step)
             callbacks.on_gradients(Gradients(self.model, list(self.model.parameters()), 8.0, MixedPrecision("fp32")))
             self.optimizer.zero_grad()  # the weights are set below, by epoch
             self.optimizer.step()

@@ -205,3 +205,26 @@ def test_a_run_that_became_slower(client, tmp_path):
     make_run(tmp_path / "a", [train(step, samples_per_s=100.0 if step < 50 else 50.0) for step in range(100)])
     assert "slower: 50 samples per second, 100" in client.get("/api/limits?run=a").json()["words"]
     assert client.get("/api/limits?run=b").json()["words"] == "There is no log point yet."
+
+
+def test_a_run_that_begins_while_a_page_is_open_has_a_color_of_its_own(tmp_path, monkeypatch):
+    from etude.dashboard.server import Dashboard
+
+    monkeypatch.setattr("etude.dashboard.catalogue.SCAN_S", 0.0)
+    make_run(tmp_path / "a", [train(5, loss=1.0)])
+    board, sent = Dashboard(tmp_path), []
+    monkeypatch.setattr(board.hub, "send", lambda kind, data: sent.append((kind, data)))
+    board.runs(None)
+    make_run(tmp_path / "b", [train(5, loss=1.0)])
+    board.watch.poll()
+    ((kind, runs),) = sent
+    assert kind == "runs"
+    assert {run["id"]: run["color"] for run in runs} == {"a": 0, "b": 1}
+    assert {run["id"]: run["color"] for run in Dashboard(tmp_path).runs(None)["runs"]} == {"a": 0, "b": 1}
+    board.store.close()
+
+
+def test_settings_in_another_order_are_no_difference(client, tmp_path):
+    make_run(tmp_path / "a", config="callbacks: [{name: ema, decay: 0.9, every: 1}]\n")
+    make_run(tmp_path / "b", config="callbacks: [{every: 1, name: ema, decay: 0.9}]\n")
+    assert client.get("/api/diff?run=a&run=b").json()["config"] == []

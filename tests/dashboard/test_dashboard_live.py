@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from page_browser import Server, expect, hover, hover_until, open_at, plot, values
+from page_browser import Server, drag, expect, hover, hover_until, open_at, plot, values, zoom_of
 from page_runs import START, make, train_record, write_lines
 
 
 @pytest.fixture
-def live(tmp_path):
+def live(tmp_path, page):
     """A run that is alive, and the server of its folder."""
     folder = make(tmp_path, "now", seed=1, steps=100, state="running")
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -19,6 +19,7 @@ def live(tmp_path):
     beat(folder, 100)
     one = Server(tmp_path)
     yield one, folder
+    page.goto("about:blank")  # else it would complain about the server
     one.stop()
 
 
@@ -57,6 +58,28 @@ def test_points_written_while_a_curve_is_fetched_are_not_lost(page, live):
         route.fulfill(response=answer)
 
     page.route("**/api/series?*name=loss&*", late, times=1)
+    open_at(page, server)
+    hover_until(page, "loss", 0.9995, r"step 101\b.*\s8\b")
+
+
+def test_a_curve_that_is_older_than_another_misses_nothing(page, live):
+    server, folder = live
+    written = []
+
+    def old(route):
+        answer = route.fetch()
+        write_lines(folder / "metrics.jsonl", [train_record(101, 8.0)], "a")
+        written.append(True)
+        page.wait_for_timeout(1500)  # the stream has begun after the point, for the other curve has it
+        route.fulfill(response=answer)
+
+    def new(route):
+        while not written:
+            page.wait_for_timeout(20)
+        route.continue_()
+
+    page.route("**/api/series?*name=loss&*", old, times=1)
+    page.route(re.compile(r"api/series\?.*name=(?!loss&)"), new)
     open_at(page, server)
     hover_until(page, "loss", 0.9995, r"step 101\b.*\s8\b")
 
@@ -159,6 +182,78 @@ def test_a_phone_goes_from_list_to_curves(page, server):
     page.locator('#list [data-run="sweep/rate0.3-seed0"] input').check()
     page.get_by_role("tab", name="Curves").click()
     assert "mlp" in hover(page, plot(page), 0.5)
+
+
+def test_two_fingers_zoom_and_move(page, server):
+    open_at(page, server, "sweep/rate0.1-seed0")
+    box = plot(page).bounding_box()
+    device = page.context.new_cdp_session(page)
+    device.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+
+    def touch(kind, *shares):
+        points = [
+            {"x": box["x"] + share * box["width"], "y": box["y"] + 60, "id": number}
+            for number, share in enumerate(shares)
+        ]
+        device.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", 0.4, 0.6)
+    for spread in (0.1, 0.15, 0.2, 0.25):
+        touch("touchMove", 0.5 - spread, 0.5 + spread)
+    touch("touchMove", 0.15, 0.65)  # both to the left: later steps come in
+    touch("touchEnd")
+    page.wait_for_timeout(300)  # the address is written a moment later
+    low, high = zoom_of(page)
+    assert high - low == pytest.approx(399 * 0.2 / 0.5, rel=0.05)
+    assert (low + high) / 2 == pytest.approx(200.5 + 0.1 * (high - low), abs=3)
+    assert page.evaluate("visualViewport.scale") == 1
+
+
+def test_curves_of_which_some_points_came_first_are_asked_for_again(page, server):
+    whole = []
+
+    def some_points(route):
+        answer = route.fetch()
+        found = answer.json()
+        whole.append(len(found["series"][0]["x"]))
+        for one in found["series"] if len(whole) == 1 else ():
+            one |= {name: one[name][::50] for name in ("x", "min", "max", "last")} | {"exact": False}
+        route.fulfill(response=answer, json=found)
+
+    page.route(re.compile(r"api/series.*name=loss&"), some_points)
+    open_at(page, server, "sweep/rate0.1-seed0")
+    plot(page)
+    curve = (
+        "import('/static/series.js').then((one) => one.curve('sweep/rate0.1-seed0', 'train', 'loss').full.x.length)"
+    )
+    assert page.evaluate(curve) == whole[0] / 50
+    while page.evaluate(curve) != whole[0]:  # nobody says that the server has read the file: it had before
+        page.wait_for_timeout(50)
+    assert len(whole) == 2
+
+
+def test_many_lines_are_one_pixel_wide(page, tmp_path):
+    for number in range(20):
+        make(tmp_path, f"run{number:02d}", seed=number, steps=3000)
+    server = Server(tmp_path)
+    widths = """() => {
+        const stroke = CanvasRenderingContext2D.prototype.stroke;
+        globalThis.widths = new Set();
+        CanvasRenderingContext2D.prototype.stroke = function () {
+            if (this.strokeStyle !== "#000000" && this.canvas.closest("[data-chart=loss]")) widths.add(this.lineWidth);
+            return stroke.call(this);
+        };
+    }"""
+    try:
+        open_at(page, server, *(f"run{number:02d}" for number in range(20)))
+        over = plot(page)
+        page.evaluate(widths)
+        drag(page, over, 0.2, 0.9)
+        page.wait_for_timeout(300)
+        assert set(page.evaluate("[...widths]")) == {1}
+    finally:
+        page.goto("about:blank")
+        server.stop()
 
 
 def test_two_hundred_runs_are_few_rows(page, tmp_path):

@@ -11,6 +11,7 @@ from etude.dashboard import series as module
 from etude.dashboard.catalogue import Run
 from etude.dashboard.series import RunSeries
 from etude.dashboard.store import Store
+from etude.dashboard.tail import Tail
 
 
 def opened(folder) -> RunSeries:
@@ -242,3 +243,50 @@ def test_a_long_line_that_is_being_written_is_not_waited_for(tmp_path, monkeypat
         assert store._thread is None  # nothing is left for the background
     finally:
         store.close()
+
+
+def test_short_runs_that_a_request_had_no_time_for_are_not_called_complete(tmp_path):
+    ready: list[str] = []
+    store = Store(on_exact=ready.append)
+    folders = [make_run(tmp_path / f"{n}", [train(step, loss=1.0) for step in range(1, 301)]) for n in range(3)]
+    known = [(one.name, store.get(one.name, one, Run(one.name, one).read_facts)) for one in folders]
+    try:
+        store.read(known, patience_s=0.0)
+        first = [chart(series) for _, series in known]
+        while len(ready) < len(known):
+            pass
+        after = [chart(series) for _, series in known]
+    finally:
+        store.close()
+    assert all(one["exact"] or one["cursor"] == 0 for one in first)
+    assert all(one["count"] == 300 for one in first if one["exact"])
+    assert [(one["exact"], one["count"]) for one in after] == [(True, 300)] * 3
+
+
+def test_a_tail_opens_a_file_only_when_it_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.dashboard.tail.MOST_BEHIND", 60)
+    monkeypatch.setattr("etude.monitor.reading.MOST_BYTES", 200)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("1\n")
+    tail, opened = Tail(path), []
+    read = tail.lines
+    monkeypatch.setattr(tail, "lines", lambda most: opened.append(most) or read(most))
+
+    def polled(times=8):
+        opened.clear()
+        return b"".join(tail.new_lines() for _ in range(times))
+
+    assert (polled(), len(opened)) == (b"", 1)
+    assert (polled(), len(opened)) == (b"", 0)
+    with path.open("a") as file:
+        file.write("2\n3")
+        file.flush()
+        assert polled() == b"2\n"
+        file.write(f"3\n{'x' * 900}\n4\n")  # a line that is too long, and one after it
+    assert polled(40) == b"33\n4\n"
+    assert (polled(), len(opened)) == (b"", 0)
+    other = tmp_path / "other"
+    other.write_bytes(path.read_bytes())
+    other.rename(path)
+    assert polled() != b""
+    assert tail.is_replaced

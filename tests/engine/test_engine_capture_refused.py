@@ -10,6 +10,7 @@ import torch
 from captured_steps import assert_same, batches, make, weights
 from torch import nn
 
+from etude import Callback, GradientMonitor
 from etude.core import TrainingError
 from etude.engine.capture import MOST_FORMS, WARM_UP_STEPS
 from etude.losses import SupervisedTask
@@ -230,13 +231,40 @@ def test_where_capture_is_needed_a_reason_against_it_is_an_error():
 
 def test_gradients_that_a_callback_looks_at_are_those_of_usual_steps():
     step, capture, notices = make()
-    seen = []
-    step.watchers = [(1, seen.append)]
+    watcher, seen = Callback(), []
+    watcher.on_gradients = seen.append
+    step.watchers = [watcher]
     for batch in batches(6):
         step([batch])
     assert len(seen) == 6
     assert capture.recorder.recorded == 0
     assert "gradients" in notices[-1]
+
+
+def test_steps_that_the_gradient_monitor_does_not_look_at_are_captured():
+    def trained(capture):
+        step, found, _ = make()
+        step.capture = found if capture else None
+        monitor = GradientMonitor(every=5, log_layers=True)
+        step.watchers, norms = [monitor], []
+        for batch in batches(20):
+            if step.clock.step == 16:  # a skipped update was logged: every step is looked at until the next log point
+                monitor.on_log({"skipped": 1.0})
+            if step.clock.step == 18:
+                monitor.on_log({"skipped": 0.0})
+            monitor.on_step_begin(step.clock.step)
+            step([batch])
+            step.clock.step += 1
+            norms.append((monitor._looked_at, monitor.numbers()))
+        return step, found.recorder.replayed, norms
+
+    step, replayed, norms = trained(capture=True)
+    usual, _, expected = trained(capture=False)
+    assert [looked_at for looked_at, _ in norms] == [*[1] * 5, *[6] * 5, *[11] * 5, 16, 17, 18, 18, 18]
+    assert norms == expected
+    assert_same(weights(step), weights(usual))
+    looked_at, warming_up = 6, WARM_UP_STEPS
+    assert replayed == 20 - looked_at - warming_up
 
 
 @pytest.mark.parametrize("share", [0.2, 1.0])

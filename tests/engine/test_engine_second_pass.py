@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from captured_steps import batches as other_batches
 from torch import nn
 
+from etude import Callback
 from etude.core import ConfigError, LossTerm, Task, TrainingError
 from etude.engine.capture import Capture
 from etude.engine.objective import Objective
@@ -150,8 +151,9 @@ class Counted(Task):
 def test_a_micro_batch_runs_twice_and_is_measured_once():
     model, task = net(), Counted()
     step = make_step(model, SAM(SGD(model.parameters())), task=task)
-    seen = []
-    step.watchers = [(1, lambda gradients: seen.append(model[0].weight.grad.clone()))]
+    watcher, seen = Callback(), []
+    watcher.on_gradients = seen.append
+    step.watchers = [watcher]
     report = step(batches(3))
     assert (task.calls, task.observed, len(seen)) == (6, 3, 1)
     assert report.counts["loss"] == 24

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from captured_runs import assert_same, captured, data as samples, net, trained
 from torch import nn
 
 from etude import Callback, DataLoader, GradientMonitor, Trainer
@@ -61,7 +62,7 @@ def test_a_step_that_is_looked_at_never_waits(no_waiting, precision, recompute):
     updater = Updater(AdamW(model.parameters()), clip_norm=1.0, precision=chosen)
     step = Step(model, SupervisedTask(ClassificationLoss()), updater, chosen, metrics=True)
     monitor = GradientMonitor(every=1)
-    step.watchers = [(1, monitor.on_gradients)]
+    step.watchers = [monitor]
     x, y = (one.cuda() for one in data(64))
     batches = [(x[:32], y[:32]), (x[32:], y[32:])]
     while float(step(batches).skipped):  # up to the first update that counts, the step may look
@@ -75,6 +76,16 @@ def test_a_step_that_is_looked_at_never_waits(no_waiting, precision, recompute):
     assert monitor.report.healthy
 
 
+def test_only_the_steps_that_are_looked_at_are_eager(undo_determinism):
+    config = {"epochs": 2, "log_interval": 10}
+    monitors = [GradientMonitor(every=7, log_layers=True) for _ in range(2)]
+    watched = trained(net(), samples(), capture="on", config=config, callbacks=monitors[:1])
+    assert captured(watched)
+    usual = trained(net(), samples(), capture="off", config=config, callbacks=monitors[1:])
+    assert_same(watched, usual)
+    assert monitors[0].report == monitors[1].report
+
+
 def test_norms_are_those_of_the_plain_formula():
     model, reference = Net().cuda().eval(), Net().cuda().eval()
     x, y = (one.cuda() for one in data(32))
@@ -82,7 +93,7 @@ def test_norms_are_those_of_the_plain_formula():
     monitor = GradientMonitor()
     precision = MixedPrecision("fp32", torch.device("cuda"))
     step = Step(model, SupervisedTask(ClassificationLoss()), Updater(AdamW(model.parameters())), precision)
-    step.watchers = [(1, monitor.on_gradients)]
+    step.watchers = [monitor]
     step([(x, y)])
     monitor.on_log({})
     for name, param in reference.named_parameters():
@@ -103,7 +114,14 @@ class Silence(Callback):
 
 def test_skipped_updates_are_explained_without_waiting_between_log_points(no_waiting, caplog):
     loader = DataLoader(*data(marked=(7, 12)), 32, shuffle=False, device=torch.device("cuda"))
-    config = {"epochs": 1, "log_interval": 5, "device": "cuda", "precision": "bf16", "max_steps": 20}
+    config = {
+        "epochs": 1,
+        "log_interval": 5,
+        "device": "cuda",
+        "precision": "bf16",
+        "max_steps": 20,
+        "capture": "off",
+    }
     monitor = GradientMonitor()
     with caplog.at_level(logging.WARNING, "etude"):
         Trainer(Net(), loader, config=config, callbacks=[monitor, Silence(no_waiting)], progress=False).train()
@@ -116,7 +134,7 @@ def test_skipped_updates_are_explained_without_waiting_between_log_points(no_wai
 
 def test_error_names_the_layer():
     loader = DataLoader(*data(marked=range(5, 21)), 32, shuffle=False, device=torch.device("cuda"))
-    config = {"epochs": 1, "log_interval": 20, "device": "cuda", "precision": "fp32", "max_skipped_steps": 10}
+    config = {"epochs": 1, "log_interval": 20, "device": "cuda", "max_skipped_steps": 10, "capture": "off"}
     trainer = Trainer(Net(), loader, config=config, callbacks=[GradientMonitor()], progress=False)
     with pytest.raises(TrainingError) as raised:
         trainer.train()

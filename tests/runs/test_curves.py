@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from etude.monitor.series import Series
 from etude.runs.curves import draw, legend
@@ -12,6 +12,7 @@ from etude.runs.curves import draw, legend
 points = st.lists(st.tuples(st.floats(0, 1e9), st.floats()), max_size=40)
 
 
+@example([(0.0, 0.0), (1.0, np.inf), (1.2e-38, 0.0)], 1, 1, False, "braille")  # a gap far beyond the points
 @given(
     points, st.integers(1, 120), st.integers(1, 30), st.booleans(), st.sampled_from(["braille", "letters", "ascii"])
 )

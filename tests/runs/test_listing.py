@@ -1,14 +1,20 @@
 """The list of runs, what they differ in, and finding one by a word."""
 
+import json
 import os
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, strategies as st
 
 from etude.core import ConfigError, RunFolderError
 from etude.runs.find import find_run
 from etude.runs.listing import differing, list_runs
-from made_runs import make_run
+from etude.runs.report.page import report
+from etude.runs.tables import run_table
+from made_runs import lines, make_run
 
 
 @pytest.fixture
@@ -98,3 +104,42 @@ def test_a_word_that_means_no_run_or_several(root, monkeypatch, word, says):
     monkeypatch.chdir(root.parent)
     with pytest.raises(RunFolderError, match=says):
         find_run(word)
+
+
+@given(st.data())
+def test_a_damaged_folder_does_not_hide_the_others(data):
+    anything = st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just([]), st.just({})
+    )
+    keys = st.sampled_from(
+        [
+            "kind",
+            "time",
+            "step",
+            "epoch",
+            "status",
+            "state",
+            "name",
+            "monitor",
+            "mode",
+            "best",
+            "last",
+            "total_steps",
+            "message",
+        ]
+    )
+    records = st.lists(
+        st.dictionaries(keys, st.one_of(anything, st.sampled_from(["start", "end", "phase"]))), max_size=4
+    )
+    with TemporaryDirectory() as folder:
+        make_run(Path(folder) / "good")
+        bad = make_run(Path(folder) / "bad")
+        for file in ("events.jsonl", "metrics.jsonl"):
+            lines(bad / file, data.draw(records))
+        for file in ("status.json", "result.json"):
+            (bad / file).write_text(json.dumps(next(iter(data.draw(records)), {})))
+        found = {run.id: run for run in list_runs(Path(folder))}
+        assert found["good"].status.state == "finished"
+        run_table(list(found.values()), differing(found.values()))
+        assert "<h1>" in report([bad])
+        assert isinstance(found["bad"].status.step, int)

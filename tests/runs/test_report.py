@@ -260,3 +260,26 @@ def test_a_picture_is_a_png_of_its_cells():
     assert pixels[1] == (253, 231, 37, 255)
     assert pixels[2][3] == 0
     assert pixels[3] == (33, 145, 140, 255)
+
+
+def test_pictures_inside_the_folder_are_embedded_until_the_page_would_be_too_large(tmp_path):
+    run = make_run(tmp_path / "run")
+    png = b"\x89PNG\r\n\x1a\n"
+    files = {
+        "a.png": png + b"small",
+        "old.png": png + b"old",
+        "b.png": png + bytes(500_000),
+        "c.png": png + bytes(400_000),
+    }
+    for name, data in {**files, "d.svg": b"<svg onload='alert(1)'/>", "../out.png": png}.items():
+        (run / name).write_bytes(data)
+    logged = [("first", "old.png"), ("first", "a.png"), ("b", "b.png"), ("c", "c.png"), ("d", "d.svg")]
+    logged += [("e", "../out.png"), ("f", "gone.png"), ("g", str(tmp_path / "elsewhere" / "run" / "a.png"))]
+    lines(run / "media.jsonl", [{"media": "image", "step": 1, "name": name, "data": file} for name, file in logged])
+    page = report([run])
+    found = [attrs for tag, attrs in Page(page).tags if tag == "img" and "picture" in attrs.get("class", "")]
+    assert [one["alt"] for one in found] == ["first", "b", "g"]
+    data = [base64.b64decode(one["src"].removeprefix("data:image/png;base64,")) for one in found]
+    assert data == [files["a.png"], files["b.png"], files["a.png"]]
+    assert all(words in page for words in ("c.png", "d.svg", "../out.png", "gone.png"))  # where they are
+    assert len(page) < 2e6

@@ -59,12 +59,13 @@ def _norms(params: list[nn.Parameter]) -> Tensor:
 class GradientMonitor(Callback):
     """Reports layers whose gradient vanishes, explodes, is dead or not finite, with a remedy.
 
-    It checks the first step and then every `every`-th. A check launches a few kernels; the norms are read at the next
-    log point, where the host synchronises anyway. They are those of the averaged loss over all micro-batches and
-    ranks, before clipping; `report` holds the last ones.
+    It checks the first step and then every `every`-th; the others can be captured as CUDA graphs. A check launches a
+    few kernels; the norms are read at the next log point, where the host synchronises anyway. They are those of the
+    averaged loss over all micro-batches and ranks, before clipping; `report` holds the last ones.
 
     A skipped non-finite update is checked too: on the CPU immediately, on other devices at the log point. If the last
-    step was skipped, its gradients are still available, and every step until the next log point is checked.
+    step was skipped, its gradients are still available, unless it was captured, and every step until the next log
+    point is checked.
 
     In your own loop, `check` does all of it at once after `loss.backward()`:
 
@@ -97,7 +98,7 @@ class GradientMonitor(Callback):
         super().__init__()
         if vanishing >= exploding:
             raise ConfigError(f"GradientMonitor: vanishing is {vanishing}; it must be below exploding, {exploding}")
-        self.every = every
+        self.every = self.gradients_every = every
         self.log_layers = log_layers
         self.report: GradientHealth | None = None
         """The result of the last check that has been read."""
@@ -121,7 +122,7 @@ class GradientMonitor(Callback):
         findings reappear in `warnings` only after 10, 100 … occurrences.
         """
         self._steps += 1
-        self._look(Gradients(model, (), divisor, MixedPrecision("fp32")))
+        self._look(Gradients(model, (), divisor, MixedPrecision("fp32")), divisor)
         (self.report,) = self._judge_pending()
         return self.report
 
@@ -133,18 +134,23 @@ class GradientMonitor(Callback):
         if run.clock.step == 0:
             self._begin()
 
+    def on_step_begin(self, step: int) -> None:
+        """Count."""
+        self._steps = step + 1
+
+    def wants_gradients(self, step: int) -> bool:
+        """Return whether a check is due."""
+        return self._watching or super().wants_gradients(step)
+
     def on_gradients(self, gradients: Gradients) -> None:
-        """Measure, if a check is due."""
+        """Measure."""
         self._gradients = gradients
-        is_due = self._watching or self._steps % self.every == 0
-        self._steps += 1
-        if is_due:
-            self._look(gradients)
+        self._look(gradients, gradients.divisor)
 
     def on_step_end(self, report: StepReport) -> None:
         """Check a skipped step if reading the flag costs no wait; a skipped update keeps its gradients."""
         if report.skipped.is_cpu and report.skipped.item() and self._looked_at != self._steps and self._gradients:
-            self._look(self._gradients)
+            self._look(self._gradients, report.divisor)
 
     def numbers(self) -> Logs:
         """Return the norm of every layer, if enabled."""
@@ -193,8 +199,8 @@ class GradientMonitor(Callback):
 
     # --- checking and reading
 
-    def _look(self, gradients: Gradients) -> None:
-        self._pending.append(measure(gradients, gradients.divisor, self._steps))
+    def _look(self, gradients: Gradients, divisor: Tensor | float) -> None:
+        self._pending.append(measure(gradients, divisor, self._steps))
         self._looked_at = self._steps
 
     def _look_back(self) -> None:

@@ -1,22 +1,14 @@
 """Texts, matrices and pictures of a run by step: an index of media.jsonl, whose records are read when asked for."""
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from etude.dashboard.parsing import parse_line
+from etude.monitor.pictures import read_picture
 from etude.monitor.reading import MEDIA, Follower
 
 _MOST_ENTRIES = 100_000
-_MOST_PICTURE_BYTES = 32 << 20
-_PICTURES = {
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "image/gif",
-    b"RIFF": "image/webp",
-}
-"""First bytes of a file → its type. There is no SVG: it may hold scripts."""
 
 
 class MediaIndex:
@@ -56,18 +48,7 @@ class MediaIndex:
         record = self.get(name, step)
         if record is None or record.get("media") != "image" or not isinstance(record.get("data"), str):
             return None
-        try:
-            inside = self.run.resolve()
-            # runs are moved and copied: a path that no longer holds is looked up by what follows the folder's name
-            given = Path(record["data"])
-            path = next((one for one in _candidates(inside, given) if one.is_file()), None)
-            if path is None or path.stat().st_size > _MOST_PICTURE_BYTES:
-                return None
-            data = path.read_bytes()
-        except (OSError, ValueError):
-            return None
-        kind = next((kind for start, kind in _PICTURES.items() if data.startswith(start)), None)
-        return None if kind is None else (data, kind)
+        return read_picture(self.run, record["data"])
 
     def _read(self) -> dict[tuple[str, int], tuple[str, int, int]]:
         with self._lock:
@@ -86,10 +67,3 @@ class MediaIndex:
         match parse_line(line):
             case {"name": str(name), "media": str(media), "step": int(step)} if len(self._places) < _MOST_ENTRIES:
                 self._places[name, step] = (media, offset, len(line))
-
-
-def _candidates(run: Path, given: Path) -> list[Path]:
-    """Return the files inside a run's folder that a recorded path may mean."""
-    tails = [Path(*given.parts[start:]) for start in range(given.is_absolute(), len(given.parts))]
-    found = [Path(os.path.realpath(run / tail)) for tail in tails]
-    return [one for one in found if one.is_relative_to(run)]

@@ -282,7 +282,7 @@ def _sampled_lines(path: Path, windows: int) -> bytes:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            windows = max(1, min(windows, size // WINDOW_BYTES))
+            windows = max(1, min(windows, size // (4 * WINDOW_BYTES)))  # else all of it could be read
             for start in np.linspace(0, max(0, size - WINDOW_BYTES), windows).astype(np.int64).tolist():
                 file.seek(start)
                 data = file.read(WINDOW_BYTES)

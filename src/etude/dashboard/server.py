@@ -50,12 +50,18 @@ class Dashboard:
         self.catalogue, self.settings, self.hub = Catalogue(root), Settings(root), Hub()
         self.store = Store(on_exact=lambda key: self.hub.send("exact", {"run": key}))
         self.alerts = Alerts(self.settings.alerts, self._send_alert)
-        self.watch = Watch(self.hub, self.catalogue, self.alerts, self.describe)
+        self.watch = Watch(self.hub, self.all_runs, self.alerts, self.describe)
         self._media: OrderedDict[str, MediaIndex] = OrderedDict()
         webhook = webhook or self.settings.webhook
         self._webhook = None if webhook is None else Webhook(checked_webhook(webhook), self._report)
         self.is_over: Callable[[], bool] = lambda: False
         """Whether open streams are to end."""
+
+    def all_runs(self) -> list[Run]:
+        """Return all runs; each has its color, also one that has just begun."""
+        runs = self.catalogue.runs()
+        self.settings.give_colors([run.key for run in runs])
+        return runs
 
     def describe(self, run: Run) -> dict[str, Any]:
         """Return the state of a run, with what a person said about it."""
@@ -80,8 +86,7 @@ class Dashboard:
 
     def runs(self, _request: Request) -> Any:
         """Return all runs."""
-        runs = self.catalogue.runs()
-        self.settings.give_colors([run.key for run in runs])
+        runs = self.all_runs()
         end = time.monotonic() + PATIENCE_S
         for run in sorted((run for run in runs if not run.is_read), key=Run.changed, reverse=True):
             run.read()

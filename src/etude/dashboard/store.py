@@ -62,7 +62,7 @@ class Store:
                 continue
             while one.left_bytes and time.monotonic() < end and one.advance():
                 pass
-            if one.left_bytes > PART_BYTES:
+            if one.left_bytes > (PART_BYTES if one.cursor else 0):  # the stream brings the rest of a part
                 late.append((key, one))
         for _, one in late:
             one.sample(max(16, min(200, ALL_WINDOWS // len(late))))

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from etude.dashboard.alerts import Alerts
-from etude.dashboard.catalogue import Catalogue, Run
+from etude.dashboard.catalogue import Run
 from etude.dashboard.parsing import dumps, parse
 from etude.dashboard.store import Store
 from etude.dashboard.tail import MOST_BEHIND, Tail, size_of
@@ -139,14 +139,18 @@ class Watch:
     """Tells all pages about runs that changed, are new, or are gone; checks alerts."""
 
     def __init__(
-        self, hub: Hub, catalogue: Catalogue, alerts: Alerts, describe: Callable[[Run], dict[str, Any]]
+        self,
+        hub: Hub,
+        all_runs: Callable[[], list[Run]],
+        alerts: Alerts,
+        describe: Callable[[Run], dict[str, Any]],
     ) -> None:
-        self._hub, self._catalogue, self._alerts, self._describe = hub, catalogue, alerts, describe
+        self._hub, self._all_runs, self._alerts, self._describe = hub, all_runs, alerts, describe
         self._last: dict[str, dict[str, Any]] = {}
 
     def poll(self) -> None:
         """Compare every run with what was last seen."""
-        runs = {run.key: run for run in self._catalogue.runs()}
+        runs = {run.key: run for run in self._all_runs()}
         changed: list[dict[str, Any]] = []
         for key, run in runs.items():
             now = self._describe(run)

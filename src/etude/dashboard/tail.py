@@ -1,4 +1,4 @@
-"""The end of a growing file of JSON lines."""
+"""The end of a growing file of JSON lines, opened only when the file has changed."""
 
 from pathlib import Path
 
@@ -17,12 +17,24 @@ class Tail(Follower):
         self.is_live = True
         """Whether its run is."""
         self._known_restarts = 0
+        self._seen: tuple[int, ...] = ()
         self.lines(0)  # so that the file is known, and its replacement noticed
         self.offset = last_line_end(path) if after is None else after
 
     def new_lines(self) -> bytes:
         """Return new whole lines."""
-        return self.lines(MOST_BEHIND)
+        try:
+            facts = self.path.stat()
+        except OSError:
+            return b""
+        seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        if seen == self._seen:
+            return b""
+        before = self.offset
+        lines = self.lines(MOST_BEHIND)
+        if self.offset in (before, facts.st_size):
+            self._seen = seen
+        return lines
 
     def to_end(self) -> None:
         """Skip what there is."""

@@ -162,8 +162,12 @@ class Callback(RemembersArguments):
     def on_step_begin(self, step: int) -> None:
         """Called before every optimizer step with the number of steps taken so far."""
 
+    def wants_gradients(self, step: int) -> bool:
+        """Return whether `on_gradients` is called in the step after `step` steps: in every `gradients_every`-th."""
+        return step % self.gradients_every == 0
+
     def on_gradients(self, gradients: Gradients) -> None:
-        """Called in every `gradients_every`-th step after the backward pass; reading one waits for the device."""
+        """Called in steps that `wants_gradients` chooses, after the backward pass; reading one waits for the device."""
 
     def on_step_end(self, report: StepReport) -> None:
         """Called after every optimizer step; reading a tensor of the report waits for the device."""

@@ -168,10 +168,9 @@ class CallbackList:
         finally:
             self._call("on_save_end")
 
-    def watchers(self) -> list[tuple[int, Callable[..., None]]]:
-        """Return the functions that are called with the gradients of every N-th step, each with its N."""
-        found = [one for one in self._callbacks if implements(one, "on_gradients")]
-        return [(one.gradients_every, one.on_gradients) for one in found]
+    def watchers(self) -> list[Callback]:
+        """Return the callbacks that look at gradients."""
+        return [one for one in self._callbacks if implements(one, "on_gradients")]
 
     def device_updates(self) -> list[Callable[[Tensor], None]]:
         """Return the functions that a step calls after its update."""

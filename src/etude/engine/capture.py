@@ -82,7 +82,7 @@ class Capture:
             return self.step.run(micro_batches)
         if self.step.changed_settings:
             return self._run_changed(micro_batches)
-        if any(every > 1 and number % every == 0 for every, _ in self.step.watchers):
+        if any(one.gradients_every > 1 and one.wants_gradients(number) for one in self.step.watchers):
             return self.step.run(micro_batches)
         tensors: list[Tensor] = []
         try:
@@ -117,7 +117,7 @@ class Capture:
         The tensors of the batches are appended to the list.
         """
         step = self.step
-        if any(every == 1 for every, _ in step.watchers):
+        if any(one.gradients_every == 1 for one in step.watchers):
             raise Unfit("a callback reads the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")

@@ -16,7 +16,7 @@ from etude.core.by_epoch import ByEpoch
 from etude.core.spans import span
 from etude.core.task import as_task
 from etude.distributed import World
-from etude.engine.callback import Gradients
+from etude.engine.callback import Callback, Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
 from etude.engine.precision import MixedPrecision
@@ -63,8 +63,8 @@ class Step:
         """Receives information for the user about how steps are run; not a warning."""
         self.warn: Callable[[str], None] = logger.warning
         """Receives a message about a failure that does not stop training."""
-        self.watchers: Sequence[tuple[int, Callable[[Gradients], None]]] = ()
-        """Functions that are called with the gradients of every N-th step before they are applied, each with its N."""
+        self.watchers: Sequence[Callback] = ()
+        """Callbacks that look at the gradients of some steps before they are applied."""
         self.changed_settings: Sequence[str] = ()
         """Settings of the optimizer, other than learning rates, that a schedule has changed for this step."""
         self.after_update: Sequence[Callable[[Tensor], None]] = ()
@@ -113,9 +113,9 @@ class Step:
         sums, counts = objective.sums, objective.counts
         if self.second_pass is not None:
             count = self.second_pass.run(lambda: self._gradients(micro_batches))
-        for every, watch in self.watchers:
-            if self.clock.step % every == 0:
-                watch(Gradients(self.model, updater.params, count, self.precision))
+        for one in self.watchers:
+            if one.wants_gradients(self.clock.step):
+                one.on_gradients(Gradients(self.model, updater.params, count, self.precision))
         with span("optimizer"):
             divisor = self.precision.unscale(count)  # before the update, which may change the loss scale
             norm, skipped = updater.apply(divisor)

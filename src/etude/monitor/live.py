@@ -22,6 +22,12 @@ from etude.monitor.reading import (
 
 PATIENCE = 4
 """Missing heartbeats after which a run counts as lost."""
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("time", "step_time", "steps_per_s", "interval_s"), (int, float)),
+    **dict.fromkeys(("step", "epoch", "total_steps", "total_epochs"), int),
+    **dict.fromkeys(("name", "monitor", "mode", "message", "activity", "state"), str),
+    **dict.fromkeys(("best", "last"), dict),
+}
 ENDS = ("finished", "stopped", "interrupted", "failed")
 
 
@@ -86,7 +92,8 @@ class Monitor:
 
     def read(self, records: Iterable[dict[str, Any]] | None = None) -> RunStatus:
         """Return the state of the run at this moment; `records` are its last metrics, if they are known."""
-        history, beat, result = self._read_events(), read_json(self.path / STATUS), read_json(self.path / RESULT)
+        history = self._read_events()
+        beat, result = _sound(read_json(self.path / STATUS)), _sound(read_json(self.path / RESULT))
         name = history.name or str(read_config(self.path).get("name") or self.path.name)
         status = RunStatus(self.path, name, "", total_epochs=history.total_epochs)
         status.phase, status.message, status.resumes = history.phase, history.message, history.resumes
@@ -127,15 +134,20 @@ class Monitor:
             if self._events.restarts != self._restarts:
                 self._restarts, self._history = self._events.restarts, _History()
             for record in records:
-                self._history.add(record)
+                self._history.add(_sound(record))
             if not records:
                 return self._history
+
+
+def _sound(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record without values of another type than they have: a damaged folder must not hide the others."""
+    return {key: one for key, one in record.items() if key not in _TYPES or isinstance(one, _TYPES[key])}
 
 
 def _add_metrics(status: RunStatus, records: Iterable[dict[str, Any]]) -> None:
     latest: dict[str, Any] = {}
     for record in records:
-        status.step = max(status.step, record.get("step") or 0)
+        status.step = max(status.step, _sound(record).get("step", 0))
         latest |= {name: one for name, one in record.items() if isinstance(one, (int, float)) and one is not True}
     status.metrics = {name: one for name, one in latest.items() if name not in ("step", "epoch", "time")}
 

@@ -140,4 +140,4 @@ def flat(config: Any, path: str = "") -> dict[str, Any]:
         return {
             key: one for name, part in config.items() for key, one in flat(part, f"{path}.{name}".strip(".")).items()
         }
-    return {path: json.dumps(config, default=str) if isinstance(config, list) else config}
+    return {path: json.dumps(config, default=str, sort_keys=True) if isinstance(config, list) else config}

@@ -77,7 +77,7 @@ class _Canvas:
         """Draw a curve whose points are shares of width and height; a NaN in y is a gap."""
         height, width = self.dots.shape
         few = downsample(x, y, width)
-        columns = np.rint(few.x * (width - 1)).astype(int)
+        columns = np.rint(np.clip(few.x, 0, 1) * (width - 1)).astype(int)  # a gap may be beyond all points
         before = None
         for column, low, high, last in zip(columns, few.low, few.high, few.last, strict=True):
             if math.isnan(last):

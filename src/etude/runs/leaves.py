@@ -16,7 +16,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     >>> leaves({"callbacks": [{"name": "csv"}]})
     {'callbacks.csv': True}
     """
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not path):
         found: dict[str, Any] = {}
         for name, part in value.items():
             found |= leaves(part, f"{path}.{name}".strip("."))

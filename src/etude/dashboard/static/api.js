@@ -19,8 +19,8 @@ export const post = (path, body, method = "POST") => get(path, {}, { method, bod
 
 /** Bytes of each run's metrics that the page has; the stream goes on from there. */
 const cursors = new Map();
-/** Runs for which the stream began at an unknown place: points before it may be missing. */
-const blind = new Set();
+/** Where the stream of now began for each run. */
+const begun = new Map();
 const streams = new Set();
 let source = null;
 let listened = "";
@@ -54,17 +54,15 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 
-/** A curve has all points up to `cursor`: the stream goes on from there. */
+/** A curve has all points up to `cursor`: the stream begins there, again if it began later or at an unknown place. */
 export function known(run, cursor) {
-  if (blind.has(run)) {
-    blind.delete(run);
-    cursors.set(run, Math.min(cursor, cursors.get(run) ?? cursor));
-    isBehind = true;
-    listen();
-  } else if (!cursors.has(run)) cursors.set(run, cursor);
+  if (cursor >= (begun.get(run) ?? Infinity)) return;
+  cursors.set(run, Math.min(cursor, cursors.get(run) ?? cursor));
+  isBehind = true;
+  listen();
 }
 
-on("sse-restart", ({ run }) => cursors.delete(run));
+on("sse-restart", ({ run }) => [cursors, begun].forEach((one) => one.delete(run)));
 
 function open(again = false) {
   const runs = (view.runs ?? []).filter((id) => data.runs.has(id));
@@ -76,8 +74,8 @@ function open(again = false) {
   const query = new URLSearchParams();
   runs.forEach((id) => query.append("run", id));
   runs.forEach((id) => query.append("after", cursors.get(id) ?? ""));
-  blind.clear();
-  runs.filter((id) => !cursors.has(id)).forEach((id) => blind.add(id));
+  begun.clear();
+  for (const id of runs) if (cursors.has(id)) begun.set(id, cursors.get(id));
   source = new EventSource(`api/stream?${query}`);
   streams.add(source);
   follow(source);

@@ -158,14 +158,15 @@ export class Chart {
   }
 
   yRange(lines, range) {
+    const { isLog } = this;
     let [low, high] = [Infinity, -Infinity];
     const some = [];
     for (const { set: one } of lines) {
       for (let i = 0; i < one.x.length; i++) {
         if (one.x[i] < range[0] || one.x[i] > range[1] || one.min[i] == null) continue;
-        const least = this.isLog && one.min[i] <= 0 ? (one.max[i] > 0 ? one.max[i] : Infinity) : one.min[i];
+        const least = isLog && one.min[i] <= 0 ? (one.max[i] > 0 ? one.max[i] : Infinity) : one.min[i];
         low = Math.min(low, least);
-        if (!this.isLog || one.max[i] > 0) high = Math.max(high, one.max[i]);
+        if (!isLog || one.max[i] > 0) high = Math.max(high, one.max[i]);
         if (!view.outliers && one.last[i] != null) some.push(one.last[i]);
       }
     }
@@ -173,8 +174,8 @@ export class Chart {
       some.sort((a, b) => a - b);
       [low, high] = [some[Math.floor(0.01 * some.length)], some[Math.ceil(0.97 * some.length) - 1]];
     }
-    if (!(low <= high)) return this.isLog ? [0.1, 10] : [0, 1];
-    if (this.isLog) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
+    if (!(low <= high)) return isLog ? [0.1, 10] : [0, 1];
+    if (isLog) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
     const pad = high > low ? 0.06 * (high - low) : Math.abs(high) * 0.1 || 1;
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
   }
@@ -243,7 +244,11 @@ export class Chart {
     this.plot.over.addEventListener("click", (event) => this.click(event));
     this.plot.over.addEventListener("mouseenter", () => (pointedAt = this));
     this.plot.over.addEventListener("wheel", (event) => this.wheel(event));
-    this.plot.over.addEventListener("touchmove", (event) => this.touch(event), { passive: true });
+    this.plot.over.addEventListener("touchstart", (event) => {
+      this.pinched = null;
+      if (event.touches.length > 1) this.touch(event);
+    }, { passive: false });
+    this.plot.over.addEventListener("touchmove", (event) => this.touch(event), { passive: false });
     this.plot.batch(() => {
       this.plot.setScale("x", { min: xs[0], max: xs[1] });
       this.plot.setScale("y", { min: ys[0], max: ys[1] });
@@ -312,12 +317,28 @@ export class Chart {
     scroll(0, Math.exp(Math.max(-1, Math.min(1, event.deltaY / 200))), event.offsetX / this.plot.over.clientWidth);
   }
 
-  /** A finger moves the cursor; up and down still scrolls. */
+  /** A finger moves the cursor; up and down still scrolls. Two fingers move the range and make it wider or narrower. */
   touch(event) {
     const box = this.plot.over.getBoundingClientRect();
+    if (event.touches.length > 1) {
+      event.preventDefault(); // the browser would enlarge the page
+      return this.pinch(box, ...event.touches);
+    }
     const [left, top] = [event.touches[0].clientX - box.left, event.touches[0].clientY - box.top];
     pointedAt = this;
     if (left >= 0 && left <= box.width) this.plot.setCursor({ left, top });
+    return undefined;
+  }
+
+  pinch(box, one, two) {
+    const at = ((one.clientX + two.clientX) / 2 - box.left) / box.width;
+    const apart = Math.max(Math.hypot(one.clientX - two.clientX, one.clientY - two.clientY), 1);
+    const before = this.pinched;
+    this.pinched = { at, apart };
+    if (!before) return;
+    const factor = before.apart / apart;
+    scroll(factor * (before.at - at), factor, before.at);
+    hideTip();
   }
 
   click(event) {

@@ -6,11 +6,13 @@
 import { css } from "./palette.js";
 import { indexAt, isSmoothed, smoothed } from "./series.js";
 
+const MANY = 16; // lines, above which they are one pixel wide: without a GPU these are drawn ten times as fast
+
 /** Draw lines; each has a set, a color, maybe a dash, and `dim` if another one is pointed at. */
 export function drawLines(ctx, g, lines, { smooth = 0 } = {}) {
   clipped(ctx, g, () => {
-    for (const line of lines) if (!line.set.raw) drawBand(ctx, g, line);
-    for (const line of lines) drawLine(ctx, g, line, smooth);
+    for (const line of lines) if (!line.set.raw) (lines.length > MANY ? drawSpans : drawBand)(ctx, g, line);
+    for (const line of lines) drawLine(ctx, g, line, smooth, lines.length > MANY);
     for (const line of lines) drawNonfinite(ctx, g, line);
   });
 }
@@ -47,6 +49,23 @@ function drawBand(ctx, g, { set, color, dim }) {
   ctx.globalAlpha = 1;
 }
 
+/** Draw a band as thin upright lines. */
+function drawSpans(ctx, g, { set, color, dim }) {
+  const [first, last] = ends(set, g.range);
+  ctx.globalAlpha = dim ? 0.1 : 0.35;
+  ctx.strokeStyle = color;
+  ctx.lineWidth = 1;
+  ctx.beginPath();
+  for (let i = first; i <= last; i++) {
+    if (set.min[i] == null || set.min[i] === set.max[i]) continue;
+    const x = g.x(set.x[i]);
+    ctx.moveTo(x, g.y(set.min[i]));
+    ctx.lineTo(x, g.y(set.max[i]));
+  }
+  ctx.stroke();
+  ctx.globalAlpha = 1;
+}
+
 function trace(ctx, g, set, values, first, last) {
   ctx.beginPath();
   let down = false;
@@ -62,22 +81,23 @@ function trace(ctx, g, set, values, first, last) {
   ctx.stroke();
 }
 
-function drawLine(ctx, g, line, smooth) {
+function drawLine(ctx, g, line, smooth, isOneOfMany) {
   const { set, color, dash, dim, strong, full, span } = line;
   if (!set.x.length) return;
   const [first, last] = ends(set, g.range);
   ctx.strokeStyle = ctx.fillStyle = color;
   ctx.lineJoin = "round";
-  ctx.lineWidth = (strong ? 2.4 : 1.6) * g.scale;
+  const isThin = isOneOfMany && !strong;
+  ctx.lineWidth = isThin ? 1 : (strong ? 2.4 : 1.6) * g.scale;
   const alpha = dim ? 0.2 : 1;
   const isSmooth = isSmoothed(line, smooth);
   ctx.globalAlpha = isSmooth ? 0.22 * alpha : alpha;
   ctx.setLineDash((isSmooth ? [] : (dash ?? [])).map((one) => one * g.scale));
-  if (isSmooth) ctx.lineWidth = g.scale;
+  if (isSmooth) ctx.lineWidth = isThin ? 1 : g.scale;
   trace(ctx, g, set, set.last, first, last);
   if (isSmooth) {
     ctx.globalAlpha = alpha;
-    ctx.lineWidth = (strong ? 2.6 : 1.9) * g.scale;
+    ctx.lineWidth = isThin ? 1 : (strong ? 2.6 : 1.9) * g.scale;
     ctx.setLineDash((dash ?? []).map((one) => one * g.scale));
     trace(ctx, g, set, smoothed(set, smooth, span, full), first, last);
   }

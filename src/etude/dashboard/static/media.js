@@ -5,7 +5,7 @@ import { fill, h } from "./dom.js";
 import { FONT } from "./draw.js";
 import { saveMenu, saveText } from "./export.js";
 import { num, percent, plain } from "./format.js";
-import { colorOf, css, heat } from "./palette.js";
+import { colorOf, css, heat, inkOn } from "./palette.js";
 import { place } from "./runs.js";
 import { chosen, emit, on, set, view } from "./state.js";
 import { hideTip, showWords } from "./tip.js";
@@ -80,10 +80,11 @@ function paint(ctx, rows, names, left, cell, scale) {
     const sum = row.reduce((a, b) => a + b, 0) || 1;
     row.forEach((value, x) => {
       const share = isShare ? value / sum : value / most;
-      ctx.fillStyle = heat(share ** 0.6);
+      const background = heat(share ** 0.6);
+      ctx.fillStyle = background;
       ctx.fillRect(left + x * cell, y * cell, cell - (cell > 8 ? 1 : 0), cell - (cell > 8 ? 1 : 0));
       if (rows.length > MOST_NUMBERS || cell < 22 || !value) return;
-      ctx.fillStyle = share > 0.35 ? css("surface") : css("muted");
+      ctx.fillStyle = inkOn(background);
       [ctx.font, ctx.textAlign, ctx.textBaseline] = [`${Math.min(11, cell / 3.2)}px ${FONT}`, "center", "middle"];
       const text = isShare ? `${Math.round(100 * share)}` : String(value);
       ctx.fillText(text, left + (x + 0.5) * cell, (y + 0.5) * cell);

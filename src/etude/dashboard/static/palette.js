@@ -11,6 +11,12 @@ function mixed(hex, share, into) {
   return `#${a.map((one, i) => Math.round(one + (b[i] - one) * share).toString(16).padStart(2, "0")).join("")}`;
 }
 
+/** Return the colour of text on a background. */
+export function inkOn(hex) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 130 ? "#14171b" : "#ffffff";
+}
+
 /** Return the colour of a number that the server keeps for each run. */
 export function colorOf(number) {
   const palette = isDark() ? DARK : LIGHT;

@@ -7,6 +7,7 @@ import { get, known } from "./api.js";
 import { data, emit, on } from "./state.js";
 
 const MOST = 6000; // points of a set, after which neighbours are joined
+const AGAIN_MS = 1500;
 const KEPT = 400; // records of a run that are kept for curves still on their way
 const curves = new Map();
 const recent = new Map();
@@ -68,15 +69,19 @@ export async function load(wanted, range, pixels, signal) {
     if (one.exact) known(one.run, one.cursor);
     for (const record of recent.get(one.run) ?? []) add(mine, record);
   }
+  const sampled = found.series.filter((one) => !one.exact).map((one) => one.run);
+  if (sampled.length) setTimeout(() => askAgain(sampled), AGAIN_MS);
   for (const one of missing) one.full ??= setOf({ x: [], min: [], max: [], last: [] }, null, null);
   return true;
 }
 
-/** The server has read all of a file of which it had sent some points. */
-on("sse-exact", ({ run }) => {
-  for (const one of curves.values()) if (one.run === run && one.full && !one.full.exact) [one.asked, one.part] = [true, null];
-  emit("refetch");
-});
+/** Ask for curves of which the server had sent some points only: it says when it has read their file, if somebody listens. */
+function askAgain(runs) {
+  const late = [...curves.values()].filter((one) => runs.includes(one.run) && one.full && !one.full.exact);
+  for (const one of late) [one.asked, one.part] = [true, null];
+  if (late.length) emit("refetch");
+}
+on("sse-exact", ({ run }) => askAgain([run]));
 
 /** Return the place of a record on the x axis; null if it has none. */
 function xOf(run, record) {

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from etude.core.errors import RunFolderError
 from etude.core.files import write_text
 from etude.lazy import package_version
 from etude.monitor.live import RunStatus
+from etude.monitor.pictures import read_picture
 from etude.monitor.reading import MEDIA, read_config
 from etude.monitor.series import read_all
 from etude.runs.comparison import Comparison, compare_runs, environment_of
@@ -27,6 +28,8 @@ from etude.runs.tables import progress
 MARK = '<meta name="generator" content="etude report">'
 _FILES = Path(__file__).parent
 _SAMPLES, _MOST_SAMPLE_CHARS, _MOST_TEXTS = "samples.txt", 20_000, 5
+_MOST_PICTURE_BYTES = 800_000
+"""Bytes of all pictures in a report; as text they are a third more."""
 _MOST_EVENTS = 200
 _MANY_ROWS = 16
 """Metrics from which their table is folded."""
@@ -174,12 +177,26 @@ def _details(found: Comparison, place: int) -> str:
         for one in texts
     ]
     parts.append(_samples(path / _SAMPLES))
-    pictures = {str(one.get("name")): str(one.get("data")) for one in media if one.get("media") == "image"}
-    if pictures:
-        listed = ", ".join(f"{text(name)} ({text(file)})" for name, file in pictures.items())
-        parts.append(f"<p class='muted'>Pictures in the run folder: {listed}</p>")
+    pictures = {str(one.get("name")): one for one in media if one.get("media") == "image"}
+    parts += _pictures(path, pictures.values(), _MOST_PICTURE_BYTES // len(found.names))
     name = f": {found.names[place]}" if len(found.names) > 1 else ""
     return section(f"Details{name}", *parts)
+
+
+def _pictures(run: Path, pictures: Iterable[dict[str, Any]], left: int) -> Iterator[str]:
+    """Yield pictures, up to so many bytes; of the others where they are."""
+    for one in pictures:
+        title, file = (
+            f"{text(one.get('name'))} <span class='muted'>step {text(one.get('step'))}</span>",
+            str(one.get("data")),
+        )
+        if (found := read_picture(run, file, left)) is None:
+            yield f"<h3>{title}</h3><p class='muted'>in the run folder: {text(file)}</p>"
+            continue
+        data, kind = found
+        left -= len(data)
+        source = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        yield f'<h3>{title}</h3><img class="picture" src="{source}" alt="{text(one.get("name"))}">'
 
 
 def _samples(path: Path) -> str:
