@@ -1,6 +1,6 @@
-"""Draw the curves of a study: validation loss by step and by second, one line for each optimizer.
+"""Draw the curves of a race: validation loss by step and by second, one line for each optimizer.
 
-    python experiments/optimizers/draw_curves.py study/results.json curves.svg
+    python experiments/optimizers/draw_curves.py race/results.json curves.svg
 
 A line is the mean over seeds, its band their range.
 """
@@ -58,7 +58,14 @@ def _panel(results: Sequence[Mapping[str, Any]], axis: str, title: str, left: fl
         loss = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
         parts.append(_text(left - 6, at(0, loss)[1] + 4, f"{loss:.3g}", "end"))
     for share in (0.0, 0.5, 1.0):
-        parts.append(_text(at(share * end, low)[0], top + HEIGHT + 16, f"{share * end:.3g}", "middle"))
+        parts.append(
+            _text(
+                at(share * end, low)[0],
+                top + HEIGHT + 16,
+                f"{share * end:,.0f}" if axis == "steps" else f"{share * end:.3g}",
+                "middle",
+            )
+        )
     for name, colour in COLOURS.items():
         seeds = [one for one in results if one["optimizer"] == name]
         if not seeds:

@@ -1,6 +1,6 @@
 """Compare AdamW, Muon, schedule-free AdamW and SGD with equal tuning budgets, on two problems.
 
-    python experiments/optimizers/race.py [--problems tiny_lm,lenet5] [--workers 2] [--out study]
+    python experiments/optimizers/race.py [--problems tiny_lm,lenet5] [--workers 2] [--out race]
 
 Every optimizer gets the same number of learning rates, one run each. The best one by validation loss is then trained
 with three seeds, one run at a time, so that seconds can be compared. Writes `OUT/results.json`.
@@ -136,7 +136,7 @@ def read(folder: Path, run: tuple[str, str, float, int]) -> Result:
     )
 
 
-def study(problems: Iterable[str], workers: int, out: Path) -> dict[str, list[dict[str, Any]]]:
+def race(problems: Iterable[str], workers: int, out: Path) -> dict[str, list[dict[str, Any]]]:
     """Run everything; print each stage; return the runs of both stages."""
     tried = [
         (name, optimizer, lr, SEEDS[0])
@@ -161,6 +161,16 @@ def study(problems: Iterable[str], workers: int, out: Path) -> dict[str, list[di
     return {"tuning": [asdict(one) for one in tuning], "final": [asdict(one) for one in final]}
 
 
+def machine() -> dict[str, str]:
+    """Return where the runs were made."""
+    import platform
+
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    return {"device": device, "torch": torch.__version__, "python": platform.python_version()}
+
+
 def table_row(results: Sequence[Result]) -> str:
     """Return a row of a Markdown table: mean and range over seeds, and milliseconds per step."""
     first, losses = results[0], [one.last for one in results]
@@ -175,12 +185,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="tiny_lm,lenet5")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("study"))
+    parser.add_argument("--out", type=Path, default=Path("race"))
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     print("| problem | optimizer | best rate | validation loss | accuracy | ms a step |\n|---|---|---|---|---|---|")
-    results = study(options.problems.split(","), options.workers, options.out)
-    (options.out / "results.json").write_text(json.dumps(results))
+    results = race(options.problems.split(","), options.workers, options.out)
+    (options.out / "results.json").write_text(json.dumps({**machine(), **results}) + "\n")
 
 
 if __name__ == "__main__":
