@@ -103,7 +103,7 @@ def test_any_sizes(kernel, kind, num, width, codes, size, chunk, bias, softcap, 
     problem = Problem(
         kind, torch.bfloat16, num=num, width=width, shapes=shapes, bias=bias, softcap=softcap, seed=seed
     )
-    check(problem, lambda problem: from_hidden(problem, chunk), 3e-2)
+    check(problem, lambda problem: from_hidden(problem, chunk), 5e-2)
 
 
 @pytest.mark.parametrize("size", [1, 3])
