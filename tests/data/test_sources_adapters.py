@@ -20,6 +20,7 @@ from torch.utils.data import (
 from etude.core import Loader, num_samples
 from etude.core.errors import DataError
 from etude.data import DataLoader, ForeignLoader, as_loader
+from grids import sampled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on a machine with few cores
@@ -253,8 +254,7 @@ LAZY = {
 WORKERS = {"none": {}, "workers": {"num_workers": 2}, "persistent": {"num_workers": 2, "persistent_workers": True}}
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize(("kind", "workers"), sampled(3, LAZY, WORKERS))
 def test_numbers_drawn_batch_by_batch_are_resumed_exactly(kind, workers):
     check_exact(lambda: LAZY[kind](**WORKERS[workers]), 2, 3, 2)
 
