@@ -271,7 +271,7 @@ def test_wandb_after_a_kill(tmp_path):
 
         data = (torch.randn(256, 4), torch.randint(0, 3, (256,)))
         config = {"epochs": 1, "batch_size": 8, "log_interval": 2, "device": "cpu"}
-        callbacks = [WandbLogger(mode="offline"), Dies()]
+        callbacks = [WandbLogger(mode="offline", points_per_s=None), Dies()]
         etude.Trainer(torch.nn.Linear(4, 3), data, config=config, callbacks=callbacks, output_dir="run").train()
         """
     )

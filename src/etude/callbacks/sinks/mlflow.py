@@ -34,7 +34,7 @@ class MLflowLogger(ServiceSink):
         tracking_uri: str | None = None,
         experiment: str = "etude",
         name: str | None = None,
-        points_per_s: Annotated[float, Gt(0.0)] | None = 2.0,
+        points_per_s: Annotated[float, Gt(0.0)] | None = 1.0,
     ) -> None:
         """Without `tracking_uri` MLflow finds it, by the variable MLFLOW_TRACKING_URI or its own default.
 

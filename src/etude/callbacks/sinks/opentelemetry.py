@@ -50,7 +50,7 @@ class OpenTelemetryLogger(ThinnedSink):
     package = "opentelemetry.sdk"
 
     @checked
-    def __init__(self, endpoint: str | None = None, points_per_s: Annotated[float, Gt(0.0)] | None = 10.0) -> None:
+    def __init__(self, endpoint: str | None = None, points_per_s: Annotated[float, Gt(0.0)] | None = 4.0) -> None:
         super().__init__(points_per_s)
         self.endpoint = endpoint
         self._providers: tuple[Any, Any] = (None, None)

@@ -67,7 +67,7 @@ class WandbLogger(LogsBySteps):
         group: str | None = None,
         tags: list[str] | None = None,
         mode: Literal["online", "offline", "disabled"] | None = None,
-        points_per_s: Annotated[float, Gt(0.0)] | None = 10.0,
+        points_per_s: Annotated[float, Gt(0.0)] | None = 4.0,
     ) -> None:
         super().__init__(points_per_s)
         self._arguments: dict[str, Any] = {
