@@ -23,7 +23,7 @@ from etude.core import CheckpointError, ConfigError, TrainingError
 from etude.data import TensorData
 from etude.losses import ClassificationLoss
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskGradientWatcher, TaskSpec
-from etude.optim import SAM, SGD, AdamW, Lookahead, cosine
+from etude.optim import SAM, SGD, AdamW, Lookahead, ScheduleFreeAdamW, cosine
 from etude.trainer.recipe import rebuild, recipe_of
 
 DATA = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3
@@ -278,3 +278,32 @@ def test_a_wrapper_made_in_python_is_recorded_and_made_again():
     recipe = recipe_of(model, TrainerConfig(), {"optimizer": made})
     found = rebuild(json.loads(json.dumps(recipe)), ["model", "optimizer"])["optimizer"]
     assert (found.k, found.optimizer.rho, found.param_groups[0]["lr"]) == (7, 0.3, 0.5)
+
+
+class OutOfMemory(nn.Linear):
+    """Has memory for a few samples."""
+
+    most = 40
+
+    def forward(self, x):
+        if self.training and len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_both_passes_of_sam_are_divided_if_memory_runs_out():
+    found = []
+    for most in (40, 5):
+        torch.manual_seed(0)
+        model = OutOfMemory(6, 3)
+        model.most = most
+        config = {"epochs": 2, "batch_size": 20, "device": "cpu", "on_out_of_memory": "split"}
+        optimizer = SAM(SGD(model.parameters(), lr=0.1), rho=0.1)
+        Trainer(model, DATA, optimizer=optimizer, config=config, progress=False).train()
+        found.append(model.weight.detach())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_lookahead_of_an_optimizer_that_sets_the_weights_itself_is_refused():
+    with pytest.raises(ConfigError, match="ScheduleFreeAdamW"):
+        Lookahead(ScheduleFreeAdamW(net(), lr=0.01))

@@ -21,7 +21,7 @@ _STATE = record_of(
 
 @runtime_checkable
 class CountedScheduler(Protocol):
-    """A scheduler that is told the number of epochs and updates, as those of timm are."""
+    """A scheduler that is given the number of epochs and updates, as those of timm are."""
 
     optimizer: Any
 
@@ -41,7 +41,7 @@ class CountedScheduler(Protocol):
 class LRSchedule(Callback):
     """Steps a scheduler of `torch.optim.lr_scheduler` after every epoch or every optimizer step.
 
-    A scheduler of timm is told of both, and follows what it was made for. `ReduceLROnPlateau` needs `monitor`, the
+    A scheduler of timm is given both, and follows what it was made for. `ReduceLROnPlateau` needs `monitor`, the
     name of a metric; epochs without that metric do not count. A new phase of the run restarts the count.
 
     >>> import torch

@@ -38,7 +38,7 @@ class Finding:
     micro_batch: int = 0
     """Index of the micro-batch."""
     rows: list[int] = field(default_factory=list)
-    """The samples of the micro-batch that are affected, if they can be told apart."""
+    """The samples of the micro-batch that are affected, if they can be distinguished."""
 
 
 class Search:

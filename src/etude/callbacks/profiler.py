@@ -122,7 +122,7 @@ class Profiler(Callback):
             self._timeline.end()
             if not {"forward", "captured"} & self._timeline.counts.keys():
                 self._leave()
-                self.notify("profiler: the steps of this loop cannot be told apart; there is no profile")
+                self.notify("profiler: the steps of this loop have no parts that can be timed; there is no profile")
                 return
             if "captured" in self._timeline.counts:
                 self._eager = Timeline(run.device)

@@ -12,6 +12,7 @@ from etude.config.registry import Section, register
 from etude.core.arguments import checked
 from etude.core.errors import CheckpointError, ConfigError
 from etude.optim.clipping import global_norm
+from etude.optim.schedule_free import with_modes
 from etude.optim.several import Optimizers, Perturbed, everything_in, optimizers_in
 
 Inner = Annotated[Optimizer, Section("optimizer", frozenset({"params"}))]
@@ -55,6 +56,11 @@ class Lookahead(Optimizers):
         self, optimizer: Inner, k: Annotated[int, Ge(1)] = 5, alpha: Annotated[float, Gt(0), Le(1)] = 0.5
     ) -> None:
         self.optimizer = _check_inner(Lookahead, optimizer)
+        if modes := with_modes(optimizer):
+            raise ConfigError(
+                f"Lookahead sets the weights, which {type(modes[0]).__name__} computes from averages of its own; use "
+                "one of them"
+            )
         self.k, self.alpha = k, alpha
         super().__init__([optimizer])
 
