@@ -12,7 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from etude.core.blocks import modules_matching, repeated_blocks
@@ -21,6 +28,8 @@ from etude.distributed.mesh import Layout
 from etude.distributed.tensor_parallel import divide_layers
 from etude.distributed.world import World, run_collective
 
+OTHER_PASSES = ("features", "generate")
+"""Methods beside `forward` that run layers of a model, if it has them."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,6 +65,9 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
     for name in _blocks(model, settings.blocks):
         fully_shard(model.get_submodule(name), reshard_after_forward=settings.reshard_after_forward, **options)
     fully_shard(model, **options)
+    for method in OTHER_PASSES:
+        if callable(getattr(model, method, None)):
+            register_fsdp_forward_method(model, method)
     # A block of ours returns a view, which nothing changes in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPTransformerBlock\) returned a view")
 

@@ -81,6 +81,8 @@ class RunInfo:
     resumed: bool = False
     best: Best | None = None
     """The metric by which the run is judged, with its last and its best value so far; None if there is none."""
+    divides_model: bool = False
+    """Whether several processes divide the model: all of them must run it together."""
 
 
 @dataclass(slots=True)

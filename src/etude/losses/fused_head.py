@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from etude.core.batch import Batch, map_tensors, tensors_in
 from etude.core.buffers import probing
 from etude.core.errors import TrainingError
-from etude.core.model import HeadOutput, ModelCall, linked, unwrap
+from etude.core.model import HeadOutput, ModelCall, linked, unwrap, whole
 from etude.losses.strategies import head_of, logits_of
 
 FEW_POSITIONS = 16
@@ -58,10 +58,10 @@ class FusedHead:
             output = call(model, batch)
         head = head_of(output)
         if head is None:
-            hidden, weight = logits_of(output), self.head.weight
+            hidden, weight = logits_of(output), whole(self.head.weight)
             if not torch.is_autocast_enabled(hidden.device.type):
                 hidden = hidden.to(weight.dtype)  # many models convert their supposed logits to float32
-            head = HeadOutput(hidden, weight, self.head.bias)
+            head = HeadOutput(hidden, weight, None if self.head.bias is None else whole(self.head.bias))
         return {**output, "logits": head} if isinstance(output, Mapping) else head
 
     @contextmanager

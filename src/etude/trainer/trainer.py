@@ -391,4 +391,5 @@ class Trainer:
             is_main=self.machine.world.is_main,
             resumed=self.output.is_resumed,
             best=self.output.judge.best,
+            divides_model=self.machine.layout.sizes.divides_model,
         )
