@@ -8,12 +8,13 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,7 @@ class World:
     """A gloo group: it communicates between hosts without synchronising devices."""
     store: Any = None
     """The key-value store of the ranks; usable even if another rank has failed and the group is broken."""
+    _apart: "World | None" = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -114,6 +116,14 @@ class World:
             raise failure
         return result
 
+    def apart(self) -> "World":
+        """Return the same ranks with a gloo group of their own, for another thread. All ranks call this together."""
+        if self.size == 1:
+            return self
+        if self._apart is None:
+            self._apart = replace(self, host_group=dist.new_group(backend="gloo"))
+        return self._apart
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
@@ -131,6 +141,7 @@ class World:
 
 _lent: list[weakref.ref[Tensor]] = []
 """Aliases of tensors that a gloo thread may still hold."""
+_lending = threading.Lock()
 RETURN_TIMEOUT_S = 5.0
 
 
@@ -143,7 +154,8 @@ def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
     nothing else refers to, and this process exits when all of them are gone.
     """
     aliases = [tensor.detach() for tensor in tensors]
-    _lent[:] = [*(ref for ref in _lent if ref() is not None), *map(weakref.ref, aliases)]
+    with _lending:
+        _lent[:] = [*(ref for ref in _lent if ref() is not None), *map(weakref.ref, aliases)]
     try:
         collective(*aliases)
     except BaseException as error:

@@ -19,6 +19,7 @@ from etude.checkpoint import (
     locate_checkpoint,
     read_checkpoint,
 )
+from etude.checkpoint.background import BackgroundWriter
 from etude.checkpoint.store import is_intact
 from etude.checkpoint.trust import errors_of
 from etude.config import dump_yaml
@@ -37,7 +38,7 @@ logger = logging.getLogger("etude")
 
 Folder = str | Path | RunFolder | None
 """A run folder, or a path for one; None if nothing is written."""
-_SAVING = ("checkpoint_interval", "save_every_steps", "keep_best", "trainable_only")
+_SAVING = ("checkpoint_interval", "save_every_steps", "async_save", "keep_best", "trainable_only")
 
 
 class Output:
@@ -79,6 +80,7 @@ class Output:
         """The last metrics of what it continues from: the result if nothing is left to train."""
         self._came_from: Path | None = None
         self._last_weights: dict[str, Tensor] | None = None
+        self._background = BackgroundWriter()
         self._whole_config = None if whole_config is None else dict(whole_config)
         self._recipe = dict(recipe or {})
         self._overwrite = overwrite
@@ -137,7 +139,16 @@ class Output:
         is_saved = not again and self._came_from is not None and self._holds(self._came_from)
         resumed = self.metrics if is_saved else None  # the unchanged state is already saved there
         described, only = dump_yaml(self._described(config)), config.trainable_only
-        return Saver(manager, state, meta, resumed=resumed, config=described, trainable_only=only)
+        background = self._background if config.async_save else None
+        return Saver(
+            manager,
+            state,
+            meta,
+            resumed=resumed,
+            config=described,
+            trainable_only=only,
+            background=background,
+        )
 
     def finish(
         self, clock: Clock, callbacks: CallbackList, metrics: Mapping[str, float], files: Mapping[str, str]

@@ -290,7 +290,8 @@ class Trainer:
             raise ConfigError("checkpoints need a run folder; pass the Trainer an output_dir")
         self.output.unload_best(self.model)
         with self.output.held(self.state.clock, self.config):
-            return saver.save(metrics or {})
+            path = saver.save(metrics or {})
+            return path if path is not None else saver.settle()
 
     @property
     def total_steps(self) -> int | None:
