@@ -18,7 +18,7 @@ from etude.core.errors import CheckpointError, ConfigError
 from etude.core.files import replacing
 from etude.core.model import clean_name, unwrap
 from etude.core.run_layout import FROZEN
-from etude.distributed.shards import is_sharded
+from etude.distributed.shards import is_sharded, model_param
 
 MARK = "sha256:"
 """Beginning of a fingerprint, which a checkpoint has in place of a tensor."""
@@ -39,7 +39,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 def frozen_names(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Return the names of the parameters that are not trained, and their sizes in bytes."""
-    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained = {id(model_param(param)) for group in optimizer.param_groups for param in group["params"]}
     return {
         clean_name(name): param.nbytes
         for name, param in unwrap(model).named_parameters(remove_duplicate=False)

@@ -35,6 +35,19 @@ class _Piece:
         return self.file.get_slice(self.name)[block.inside(self.block).slices]  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Values in host memory, in place of a file."""
+
+    values: Tensor
+
+    def get_tensor(self, _name: str) -> Tensor:
+        """Return all values."""
+        return self.values
+
+    get_slice = get_tensor
+
+
 class SavedTensor(Tensor):
     """Shape and dtype of a saved tensor, and where its values are. Any operation on it reads all of them."""
 
@@ -57,10 +70,12 @@ class SavedTensor(Tensor):
 
     def read(self, block: Block) -> Tensor:
         """Read one block into new memory on the CPU: a mapped file could start at any address, and change."""
-        values = torch.empty(block.shape, dtype=self.dtype)
+        values, num_read = torch.empty(block.shape, dtype=self.dtype), 0
         for piece in self._pieces:
             if (common := piece.block.common(block)) is not None:
                 values[common.inside(block).slices] = piece.read(common)
+                num_read += common.numel
+        assert num_read == block.numel, "other ranks hold these values"
         return values
 
     @classmethod
@@ -96,8 +111,23 @@ def has_tensors(tree: Any) -> bool:
 
 
 def own_part(saved: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a saved tensor, in memory or not, that belongs to this rank in the layout of `like`."""
+    """Return the part of a saved tensor, in memory or not, that belongs to this rank in the layout of `like`.
+
+    A DTensor already has that layout.
+    """
+    if is_sharded(saved):
+        assert is_sharded(like), "saved divided among ranks, loaded whole"
+        assert block_of(saved) == block_of(like), "saved and loaded in different layouts"
+        return local_of(saved)
     return saved.local(like) if isinstance(saved, SavedTensor) else part_of(saved, like)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory: of a tensor that is divided among ranks, one of this rank's part."""
+    values = local_of(tensor).detach().cpu().clone()
+    if not is_sharded(tensor):
+        return values
+    return SavedTensor([_Piece(_Memory(values), "", block_of(tensor))], tuple(tensor.shape), tensor.dtype)
 
 
 @torch.no_grad()

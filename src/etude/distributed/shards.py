@@ -88,9 +88,15 @@ def block_of(tensor: "DTensor") -> Block:
 
 
 def is_owner(tensor: "DTensor") -> bool:
-    """Whether this rank writes its block of a DTensor: of ranks with the same block only one does, the first."""
-    place = tensor.device_mesh.get_coordinate()
+    """Whether this rank writes its block of a DTensor: of ranks with the same block only one does, the first.
+
+    A mesh may be a part of all ranks, as that of FSDP beside tensor parallelism: then other parts hold copies.
+    """
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
     assert place is not None, "a rank outside the mesh has no block"
+    if not (mesh.mesh == 0).any():
+        return False
     is_first = all(at == 0 for at, one in zip(place, tensor.placements, strict=True) if one.is_replicate())
     return is_first and (local_of(tensor).numel() > 0 or not any(place))
 
@@ -100,24 +106,26 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor[block_of(like).slices] if is_sharded(like) else tensor
 
 
-def sharded_like(alias: Tensor, tensor: Tensor) -> Tensor:
-    """Return a DTensor whose local shard is a state tensor of an optimizer's parameter, in the layout of that one.
+def model_param(param: Tensor) -> Tensor:
+    """Return the model's parameter behind an optimizer's: the DTensor that it is a shard of, or itself."""
+    found: Tensor = getattr(param, "sharded", param)
+    return found
 
-    A parameter that is no alias of a shard gives the tensor itself.
+
+def sharded_like(param: Tensor, tensor: Tensor) -> Tensor:
+    """Return a DTensor whose local shard is `tensor`, such as a state of an optimizer, in the layout of a parameter.
+
+    The parameter is a DTensor or an alias of its shard. Without either, or if `tensor` does not have the shape of the
+    shard, `tensor` itself is returned.
     """
-    like = getattr(alias, "sharded", None)
-    if like is None or tensor.shape != alias.shape:
+    like = model_param(param)
+    if not is_sharded(like) or tensor.shape != local_of(like).shape:
         return tensor
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
         tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter over all ranks."""
-    return tuple(getattr(param, "sharded", param).shape)
 
 
 def _same_dim(one: Any, other: Any) -> bool:

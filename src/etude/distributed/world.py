@@ -109,7 +109,8 @@ class World:
         except EtudeError as error:
             failure = error
         if self.size > 1:
-            texts = self.gather_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+            is_own = failure is not None and not failure.reported_elsewhere  # not one of an attempt inside this one
+            texts = self.gather_text(f"{type(failure).__name__}: {failure}" if is_own else "")
             first = next((rank for rank, text in enumerate(texts) if text), self.rank)
             failure = failure if first == self.rank else _error_of_another_rank(texts[first])
         if failure is not None:
