@@ -10,6 +10,7 @@ from etude.checkpoint import check_kind, record_of
 from etude.checkpoint.trust import check_tensor
 from etude.core import CheckpointError, ConfigError
 from etude.core.model import clean_name, unwrap
+from etude.distributed.shards import model_param
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.optim.schedule_free import HasModes, with_modes
 
@@ -85,6 +86,8 @@ class OptimizerWeights(SwappedWeights):
     holds both.
     """
 
+    loads_shards = True
+
     def __init__(self) -> None:
         super().__init__()
         self._optimizers: list[HasModes] = []
@@ -97,7 +100,7 @@ class OptimizerWeights(SwappedWeights):
         optimizer = None if parts.learning_rate is None else parts.learning_rate.optimizer
         self._optimizers = [] if optimizer is None else with_modes(optimizer)
         if optimizer is not None and parts.model is not None and self._optimizers:
-            trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            trained = {id(model_param(one)) for group in optimizer.param_groups for one in group["params"]}
             named = unwrap(parts.model).named_parameters()
             self._params = {clean_name(name): one.detach() for name, one in named if id(one) in trained}
             self._check(self._raw)

@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LocalParameter(nn.Parameter):
-    """The local shard of a parameter, as an optimizer sees it."""
+    """The local shard of a parameter, as an optimizer sees it (see `shards.py`)."""
 
     sharded: DTensor
     """The parameter of the model."""

@@ -140,6 +140,8 @@ class Callback(RemembersArguments):
     """Steps between two calls of `on_gradients`; the steps in between can be captured as CUDA graphs."""
     listens = False
     """True if it passes on what other callbacks send: its `on_train_end` is called after theirs."""
+    loads_shards = False
+    """True if `load_state_dict` accepts tensors whose values are still in files (`etude.checkpoint.saved_tensor`)."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:

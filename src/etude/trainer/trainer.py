@@ -18,6 +18,7 @@ from etude.core.monitor import odd_mode
 from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
 from etude.distributed.settings import ParallelConfig
+from etude.distributed.shards import has_shards
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import saves_time
@@ -277,7 +278,8 @@ class Trainer:
 
         `keep_hyperparameters` keeps the optimizer's current learning rate, weight decay and so on.
         """
-        checkpoint = self.output.read(Path(path), self.check_facts)
+        lazy = has_shards([*self.model.parameters()])
+        checkpoint = self.output.read(Path(path), self.check_facts, lazy=lazy)
         metrics = checkpoint.metrics  # before anything changes, since they may be malformed
         raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
         with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
@@ -297,7 +299,8 @@ class Trainer:
             raise ConfigError("checkpoints need a run folder; pass the Trainer an output_dir")
         self.output.unload_best(self.model)
         with self.output.held(self.state.clock, self.config):
-            return saver.save(metrics or {})
+            path = saver.save(metrics or {})
+            return path if path is not None else saver.settle()
 
     @property
     def total_steps(self) -> int | None:
