@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from etude.checkpoint import check_kind, record_of
+from etude.checkpoint.saved_tensor import fill, whole
 from etude.checkpoint.trust import check_tensor
 from etude.core import CheckpointError, ConfigError
 from etude.core.model import clean_name, unwrap
@@ -146,7 +147,16 @@ class OptimizerWeights(SwappedWeights):
         check_kind(_STATE, state, "state")
         if self._params:  # a loop may be restored before it knows its model
             self._check(state["weights"])
-        self._raw, self.is_swapped = {name: one.clone() for name, one in state["weights"].items()}, True
+        self._raw = {name: self._copy(name, one) for name, one in state["weights"].items()}
+        self.is_swapped = True
+
+    def _copy(self, name: str, saved: Tensor) -> Tensor:
+        """Return a copy of a saved tensor, or of this process's part of it if its parameter is divided."""
+        if name not in self._params:
+            return whole(saved).clone()
+        copy = self._params[name].clone()
+        fill(copy, saved)
+        return copy
 
     def _check(self, saved: dict[str, Any]) -> None:
         if saved and (different := saved.keys() ^ self._params.keys()):

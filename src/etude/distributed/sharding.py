@@ -28,8 +28,6 @@ from etude.distributed.mesh import Layout
 from etude.distributed.tensor_parallel import divide_layers
 from etude.distributed.world import World, run_collective
 
-OTHER_PASSES = ("features", "generate")
-"""Methods beside `forward` that run layers of a model, if it has them."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,9 +63,8 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
     for name in _blocks(model, settings.blocks):
         fully_shard(model.get_submodule(name), reshard_after_forward=settings.reshard_after_forward, **options)
     fully_shard(model, **options)
-    for method in OTHER_PASSES:
-        if callable(getattr(model, method, None)):
-            register_fsdp_forward_method(model, method)
+    if callable(getattr(model, "generate", None)):  # it runs layers without calling the model
+        register_fsdp_forward_method(model, "generate")
     # A block of ours returns a view, which nothing changes in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPTransformerBlock\) returned a view")
 

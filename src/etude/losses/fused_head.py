@@ -6,6 +6,7 @@ unchanged, which is checked on the first batch.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -72,10 +73,16 @@ class FusedHead:
             return function(hidden)
 
         before = self.head.__dict__.get("forward")
+        hooks = self.head._forward_pre_hooks, self.head._forward_hooks
+        if (
+            whole(self.head.weight) is not self.head.weight
+        ):  # of tensor parallelism: they divide what the layer returns
+            self.head._forward_pre_hooks, self.head._forward_hooks = OrderedDict(), OrderedDict()
         self.head.forward = MethodType(forward, self.head)  # type: ignore[method-assign]
         try:
             yield
         finally:
+            self.head._forward_pre_hooks, self.head._forward_hooks = hooks
             del self.head.forward
             if before is not None:
                 self.head.forward = before  # type: ignore[method-assign]
