@@ -157,3 +157,9 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
     assert set(ended.codes) == {2}
     assert len(ended.said) == 1
     assert words in ended.said[0]
+
+
+@pytest.mark.parametrize("check_name", ["llama_tensor", "llama_sharded", "mlp_plan", "mlp_optimizer"])
+def test_models_of_other_people(runs, check_name):
+    ended = runs.call(2, check_name)
+    assert set(ended.codes) == {0}, ended

@@ -318,12 +318,17 @@ class _Link(torch.autograd.Function):
         return (grad, *[None] * ctx.num_parameters)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with all of its elements: one that processes divide (a DTensor) is gathered, differentiably."""
+def is_divided(tensor: Tensor) -> bool:
+    """Whether processes divide a tensor (a DTensor)."""
     package = sys.modules.get("torch.distributed.tensor")  # nobody has such a tensor without it
-    if package is None or not isinstance(tensor, package.DTensor):
+    return package is not None and isinstance(tensor, package.DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all of its elements: one that processes divide is gathered, differentiably."""
+    if not is_divided(tensor):
         return tensor
-    gathered: Tensor = tensor.full_tensor()
+    gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return gathered
 
 

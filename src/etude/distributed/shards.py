@@ -5,12 +5,12 @@ as its attribute `sharded`.
 """
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor
 
 from etude.core.errors import CheckpointError
+from etude.core.model import is_divided
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -51,8 +51,7 @@ class Block(NamedTuple):
 
 def is_sharded(tensor: Any) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # its import takes 0.7 s; without it there is no DTensor
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
+    return is_divided(tensor)
 
 
 def has_shards(tree: Any) -> bool:

@@ -138,6 +138,8 @@ class Callback(RemembersArguments):
     """False if it freezes parameters that the optimizer has, so that a step may leave them out."""
     gradients_every = 1
     """Steps between two calls of `on_gradients`; the steps in between can be captured as CUDA graphs."""
+    runs_alone = False
+    """True if it runs the model on one process by itself, so that a model that processes divide is refused."""
     listens = False
     """True if it passes on what other callbacks send: its `on_train_end` is called after theirs."""
     loads_shards = False

@@ -67,6 +67,11 @@ class TaskObjective(Objective):
     def connect(self, callbacks: CallbackList) -> None:
         """Find the callbacks that read the tasks' gradients, and send notices to the user."""
         self._watchers = [one for one in callbacks if isinstance(one, TaskGradientWatcher)]
+        if self._watchers and self.parts.world.in_lockstep:
+            raise ConfigError(
+                f"{type(self._watchers[0]).__name__} reads the gradients of each task, which processes that divide the "
+                "model do not have; remove it, or use parallel: ddp"
+            )
         self.notice = callbacks.on_notice
 
     def is_usual(self, step: int) -> bool:

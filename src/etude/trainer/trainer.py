@@ -36,6 +36,7 @@ from etude.trainer.arguments import (
     as_config,
     as_epochs,
     as_parallel,
+    check_divided,
     check_judge,
     check_model,
     expect,
@@ -187,6 +188,8 @@ class Trainer:
         listed = *own, *modes, *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
+        if self.machine.layout.sizes.divides_model:
+            check_divided(self.config, self.callbacks)
         self.meta = {"model": record, **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
         if self.loaders.train is not None:  # without training data nothing is judged
             check_judge(self.config, has_validation=self.loaders.validation is not None)
@@ -269,6 +272,8 @@ class Trainer:
                 "the training data is an iterator, which can be read only once; pass a list, a DataLoader or a "
                 "function that returns a new iterator"
             )
+        if self.machine.layout.sizes.divides_model:
+            raise ConfigError("find_lr does not support a model that processes divide; use parallel: ddp for it")
         parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
         with self.machine.training():
             return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)
