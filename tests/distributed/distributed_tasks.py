@@ -126,7 +126,7 @@ def compare(kind, name, accumulate, rest) -> None:
         looked = []  # gradients of tasks are refused there
     for (key, value), theirs in zip(model.state_dict().items(), alone.state_dict().values(), strict=True):
         torch.testing.assert_close(
-            whole(mine), theirs, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
+            whole(value), theirs, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
         )
     assert numbers.keys() == expected.keys(), numbers.keys() ^ expected.keys()
     for key in expected.keys() - TIMING:
