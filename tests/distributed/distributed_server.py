@@ -8,8 +8,8 @@ Run as a program. Every line of stdin is a JSON request, answered by a JSON line
 
 Each process runs the command line of etude, or with ["call", "name"] a function of `distributed_checks.py`,
 `parallel_checks.py` or `sharded_checks.py`, with the variables torchrun would set. The rendezvous is held by this
-process as it is by torchrun's agent, and what is printed goes to `folder/N.out` and `folder/N.err`. If one process fails, the others have a
-while to notice by themselves before they are ended. With a size of 1 there is no torchrun.
+process as it is by torchrun's agent, and what is printed goes to `folder/N.out` and `folder/N.err`. If one process
+fails, the others have a while to notice by themselves before they are ended. With a size of 1 there is no torchrun.
 """
 
 import contextlib

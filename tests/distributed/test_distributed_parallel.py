@@ -61,6 +61,8 @@ LAYOUTS = {
     "tensor": (2, TENSOR),
     "replicas, tensor": (4, {"parallel": {"data": 2, "tensor": 2}}),
     "shards, tensor": (4, {"parallel": {"shard": 2, "tensor": 2}}),
+    "sharded, without memory": (2, {"parallel": {"shard": 2, "meta_device": True}}),
+    "shards, tensor, without memory": (4, {"parallel": {"shard": 2, "tensor": 2, "meta_device": True}}),
 }
 SETTINGS = {
     "plain": ({}, {}),

@@ -23,8 +23,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from etude.core.blocks import modules_matching, repeated_blocks
+from etude.core.deferred import Recording, key_of
 from etude.core.errors import ConfigError
 from etude.distributed.mesh import Layout
+from etude.distributed.shards import is_sharded, local_of, part_of
 from etude.distributed.tensor_parallel import divide_layers
 from etude.distributed.world import World, run_collective
 
@@ -78,6 +80,37 @@ def _blocks(model: nn.Module, pattern: str | None) -> list[str]:
     raise ConfigError(f"parallel.blocks: no module matches '{pattern}' in {type(model).__name__}, which has {names}")
 
 
+class DeferredWeights:
+    """The weights of a model that has no memory for them yet; made before it is divided, drawn afterwards."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        """Raise ConfigError if it is not known what initialises a weight."""
+        self._model, self._recording = model, recording
+        self._places = {
+            key_of(param): (name, (param.shape, param.stride(), param.storage_offset()))
+            for name, param in model.named_parameters()
+            if param.is_meta
+        }
+        known = recording.keys()
+        if missing := [name for key, (name, _) in self._places.items() if key not in known]:
+            raise ConfigError(
+                f"it is not known what initialises {missing[0]}, so it cannot be deferred; set parallel.meta_device to "
+                "false"
+            )
+
+    @torch.no_grad()
+    def draw(self, device: torch.device, world: World) -> None:
+        """Give every process its part of the weights, on its device. All processes must call this together."""
+        self._model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
+        state = self._recording.random_state.clone()
+        run_collective(lambda alias: dist.broadcast(alias, src=0, group=world.host_group), state)
+        for key, values in self._recording.draw(state):
+            if key in self._places:
+                name, view = self._places[key]
+                param = self._model.get_parameter(name)
+                local_of(param.detach()).copy_(part_of(values.as_strided(*view), param))
+
+
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights of a model."""
     for module in model.modules():
@@ -98,11 +131,10 @@ class Shards:
         self._probes: list[tuple[dict[str, Any], str, DTensor]] = []
         """Where modules hold their sharded parameters."""
         for module in model.modules():
-            for name, held in module._parameters.items():
-                if isinstance(held, DTensor):
-                    self._probes.append((module._parameters, name, held))
+            places: dict[str, Any] = module._parameters
+            self._probes += [(places, name, one) for name, one in places.items() if is_sharded(one)]
         for param in model.parameters():
-            if isinstance(param, DTensor):
+            if is_sharded(param):
                 local = LocalParameter(param.to_local().detach(), requires_grad=param.requires_grad)
                 local.sharded = param
                 self._sharded.append(local)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from etude.core.batch import Batch, map_tensors, tensors_in
 from etude.core.buffers import probing
 from etude.core.errors import TrainingError
-from etude.core.model import HeadOutput, ModelCall, linked, unwrap, whole
+from etude.core.model import HeadOutput, ModelCall, is_divided, linked, unwrap, whole
 from etude.losses.strategies import head_of, logits_of
 
 FEW_POSITIONS = 16
@@ -74,9 +74,7 @@ class FusedHead:
 
         before = self.head.__dict__.get("forward")
         hooks = self.head._forward_pre_hooks, self.head._forward_hooks
-        if (
-            whole(self.head.weight) is not self.head.weight
-        ):  # of tensor parallelism: they divide what the layer returns
+        if is_divided(self.head.weight):  # of tensor parallelism: they divide what the layer returns
             self.head._forward_pre_hooks, self.head._forward_hooks = OrderedDict(), OrderedDict()
         self.head.forward = MethodType(forward, self.head)  # type: ignore[method-assign]
         try:
