@@ -125,7 +125,7 @@ def deferred_weights() -> Iterator[None]:
         return weight
 
     handle = nn.modules.module.register_module_parameter_registration_hook(remember)
-    nn.init._no_grad_trunc_normal_ = truncated
+    nn.init._no_grad_trunc_normal_ = truncated  # type: ignore[assignment]
     try:
         with _OnMeta(), _Recorder(recording):
             yield
@@ -161,7 +161,7 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is _IS_META:  # some of torch's initialisers do nothing there, without a word
+        if func == _IS_META:  # some of torch's initialisers do nothing there, without a word
             return False
         if func in _FACTORIES:
             kwargs["device"] = "meta"
