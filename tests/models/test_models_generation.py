@@ -22,7 +22,7 @@ def test_the_cache_changes_nothing(prompt):
 
 def test_cached_logits_are_those_of_the_whole_forward_pass():
     model, tokens = make(), draw(2, 10)
-    cache = model._new_cache(tokens)
+    cache = model._new_cache()
     parts = [model._next_logits(tokens[:, :4], None, cache)]
     parts += [model._next_logits(tokens[:, place : place + 1], None, cache) for place in range(4, 10)]
     torch.testing.assert_close(torch.stack(parts, 1), model(tokens)[:, 3:])

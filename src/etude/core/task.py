@@ -184,6 +184,12 @@ class Task:
         """Run the model on a batch for `Trainer.predict`; the batch may have no labels."""
         return call_of(model)(model, batch)
 
+    def lend(self, model: nn.Module, batch: Batch) -> Terms:
+        """Run the model on a batch of another rank, only because ranks must run it equally often; measure nothing."""
+        terms = self(model, batch, metrics=False)
+        self.judged = None
+        return terms
+
     def decisions(self) -> dict[str, Any]:
         """Return decisions taken on the first batches, such as the loss, as plain data for checkpoints."""
         return {}

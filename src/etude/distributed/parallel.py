@@ -123,19 +123,6 @@ def nothing_of_terms(terms: Terms) -> Tensor:
     return torch.stack([one.float() * 0.0 for one in trained]).sum()
 
 
-def anchored(terms: Terms, model: nn.Module) -> Terms:
-    """Return the terms, of which one also depends on every parameter that is gathered: its gradient is 0, not None.
-
-    Ranks exchange the gradients of such parameters together, so all must have the same ones.
-    """
-    name = next((name for name, term in terms.items() if term.sum.requires_grad), None)
-    if name is None:
-        return terms
-    gathered = [param for param in model.parameters() if param.requires_grad and type(param) is nn.Parameter]
-    plain = [param for param in gathered if type(param.data) is Tensor]
-    return {**terms, name: replace(terms[name], sum=terms[name].sum + _nothing_of(plain))} if plain else terms
-
-
 def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
     """Raise TrainingError if a parameter has no gradient: it was not all-reduced, so ranks would diverge."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
@@ -196,15 +183,12 @@ class RankTask(Task):
         idle = is_empty(batch)
         if self.world.in_lockstep:
             batch = self._spare.instead_of(batch)
-        runs = not idle or self.world.in_lockstep  # in lockstep all run the model, some for nothing
         try:
             if self.task.announcement() is None:  # on all ranks: they decide together
-                self._decide(model, batch, idle=not runs)
+                self._decide(model, batch, idle=idle and not self.world.in_lockstep)
             # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
-            terms = self.task(model, batch, metrics=metrics) if runs else {}
-            if self.world.in_lockstep and not self.task.uses_all_parameters:
-                terms = anchored(terms, model)
-            zero = self._zero(model, terms) if idle else None
+            terms = {} if idle else self.task(model, batch, metrics=metrics)
+            zero = self._zero(model, batch) if idle else None
         except torch.OutOfMemoryError:
             if not self._agreed:  # other ranks wait for the names of the terms
                 self._agreed = self._agree({}, keeps=True)
@@ -225,15 +209,12 @@ class RankTask(Task):
             )
         return self._with_constants({name: terms[name] for name in self._agreed}, keeps=keeps)
 
-    def _zero(self, model: nn.Module, terms: Terms) -> Tensor:
+    def _zero(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return 0 with a zero gradient for every parameter, for a rank without samples.
 
-        `terms` are those of a batch of another rank, if the model was run.
+        In lockstep the model is run on `batch`, one of another rank.
         """
-        if not self.world.in_lockstep:
-            return idle_output(model)
-        self.task.judged = None  # a batch of another rank is no sample of this one
-        return nothing_of_terms(terms)
+        return nothing_of_terms(self.task.lend(model, batch)) if self.world.in_lockstep else idle_output(model)
 
     def _decide(self, model: nn.Module, batch: Batch, *, idle: bool) -> None:
         """Take the decisions of the first batches alike: of ranks that differ, the first one counts."""

@@ -58,8 +58,7 @@ def evaluate(
     def lend(batch: Batch) -> None:
         """Run the model only so that ranks with samples can run theirs."""
         with precision.autocast():
-            task(model, batch, metrics=False)
-        task.judged = None
+            task.lend(model, batch)
 
     task.measures.begin(training=False)
     with task.measuring():

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from etude.core.batch import STREAM
+from etude.core.batch import STREAM, Batch
 from etude.core.errors import ConfigError
 from etude.core.loader import Loader
 from etude.core.spelling import suggest
-from etude.core.task import Measures, Task
+from etude.core.task import Measures, Task, Terms
 from etude.data import DataLoader, StreamLoader, Streams, make_loader
 from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
@@ -241,6 +241,14 @@ class ActiveTasks(Task):
         """Return metrics in the order of the tasks, not of the data; those of no task come first."""
         places = {name: place for place, name in enumerate(self.tasks)}
         return dict(sorted(numbers.items(), key=lambda item: places.get(item[0].rpartition("/")[0], -1)))
+
+    def lend(self, model: nn.Module, batch: Batch) -> Terms:
+        """Run the model on a batch of another rank; the metrics of the tasks do not include it."""
+        before, self._measuring = self._measuring, False
+        try:
+            return super().lend(model, batch)
+        finally:
+            self._measuring = before
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from etude.core.batch import STREAM, JointBatch, is_empty
 from etude.core.task import LossTerm
 from etude.distributed import World
 from etude.distributed.lockstep import Spare
-from etude.distributed.parallel import anchored, idle_output, local_gradients, nothing_of_terms
+from etude.distributed.parallel import idle_output, local_gradients, nothing_of_terms
 from etude.engine.callback_list import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model
@@ -192,7 +192,8 @@ class RankTasks(Task):
 
     def __init__(self, task: "MultiTask", world: World) -> None:
         self.task, self.world = task, world
-        self._spares: dict[int, Spare] = {}
+        self._spares: dict[tuple[str, ...], Spare] = {}
+        """By the terms that a batch has, so that all ranks use the same heads."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Return the terms of this rank's samples, and terms that only other ranks have, with count 0."""
@@ -214,13 +215,14 @@ class RankTasks(Task):
     def _in_lockstep(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Run the streams of a batch one after the other, those without samples here on a batch of another rank."""
         total: Terms = {}
-        for place, part in enumerate(batch if isinstance(batch, JointBatch) else [batch]):
-            used = self._spares.setdefault(place, Spare(self.world)).instead_of(part)
-            terms = anchored(self.task(model, used, metrics=metrics and used is part), model)
-            if used is not part:
-                self.task.judged = None
-                zero = nothing_of_terms(terms)
-                terms = {name: _absent(name, zero) for name in self.task.weighted_terms(used)}
+        for part in batch if isinstance(batch, JointBatch) else [batch]:
+            names = tuple(self.task.weighted_terms(part))
+            used = self._spares.setdefault(names, Spare(self.world)).instead_of(part)
+            if used is part:
+                terms = self.task(model, used, metrics=metrics)
+            else:
+                zero = nothing_of_terms(self.task.lend(model, used))
+                terms = {name: _absent(name, zero) for name in names}
             for name, term in terms.items():
                 before = total.get(name)
                 total[name] = term if before is None else _sum_of(before, term)
