@@ -150,8 +150,8 @@ def together(megabytes: int, rounds: int, folder: Path) -> Table:
         rows.append({"way": way, "seconds": quartiles(times[way])[1], "of etude": share, **numbers})
     how = (
         f"{rounds} rounds, by turns, medians, on the CPU. {megabytes} MB of DTensors, half on each process. Etude's "
-        "files have SHA-256 checksums and are renamed into place; `dcp, safetensors` is HuggingFaceStorageWriter, which "
-        "does neither; `dcp, own format` is FileSystemWriter with sync_files, whose metadata is pickled."
+        "files have SHA-256 checksums and are renamed into place; `dcp, safetensors` is HuggingFaceStorageWriter, "
+        "which does neither; `dcp, own format` is FileSystemWriter with sync_files, whose metadata is pickled."
     )
     return Table("How long do two processes take to save what is divided among them?", TOGETHER, how, rows)
 
