@@ -14,6 +14,7 @@ from benchmarks.table import ROOT
 BENCHMARKS = {
     "overhead": (),
     "resume": (),
+    "saving": (),
     "startup": (),
     "loader": ("--rounds=1", "--samples=2000"),
     "token_loader": (),

@@ -19,13 +19,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from etude.checkpoint import CheckpointManager, load_model_state, read_checkpoint
+from etude.checkpoint.background import BackgroundWriter
 from etude.checkpoint.durable import HashedFile
 from etude.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from etude.checkpoint.saved_tensor import SavedTensor, copy_of, fill
 from etude.checkpoint.store import verify_checkpoint, write_checkpoint
-from etude.core import CheckpointError
+from etude.core import CheckpointError, Clock
 from etude.distributed import World, join_world, leave_world
 from etude.distributed.shards import block_of, local_of, sharded_like
+from etude.engine.callback_list import CallbackList
+from etude.engine.precision import MixedPrecision
+from etude.engine.state import Saver, TrainState
+from etude.engine.step_log import StepLog
 
 FOLDER = "ETUDE_TEST_FOLDER"
 SHAPES = {"even": (8, 4), "uneven": (7, 5), "small": (2, 3), "one": (1,), "vector": (5,), "empty": (0, 3)}
@@ -338,6 +343,69 @@ def read_of_other_sizes() -> None:
         torch.testing.assert_close(whole.state["optimizer"]["state"], expected["state"], rtol=1e-6, atol=1e-6)
         for kind, lazy in product(("plain", "fsdp", "tp_fsdp"), (False, True)):
             load_elsewhere(path, kind, lazy, w, whole)
+
+
+def state_of(net: nn.Module, w: World) -> TrainState:
+    parts = MixedPrecision("fp32", torch.device("cpu")), Clock(), StepLog(w), CallbackList(), w
+    return TrainState(net, optimizer_of(net), *parts)
+
+
+def saved_in_the_background() -> None:
+    """A thread of every rank writes the state of the moment of the save, while training communicates and changes it."""
+    with world() as w:
+        for kind in ("plain", "fsdp"):
+            state, sums = state_of(sharded_net(kind, w.size), w), torch.ones(1000)
+            root = folder() / kind
+            saver = Saver(CheckpointManager(root, keep_best=9), state, background=BackgroundWriter())
+            expected = {}
+            for step in range(1, 6):
+                state.clock.step = step
+                expected[step] = {name: copy_of(one) for name, one in state.model.state_dict().items()}
+                assert saver.save({"val_loss": 1.0}) is None
+                assert saver.pending == root / f"step-{step:08d}"
+                with torch.no_grad():
+                    for param in state.model.parameters():
+                        local_of(param).add_(1)
+                for _ in range(50):
+                    w.sum(sums).div_(w.size)
+            assert saver.settle() == root / "step-00000005"
+            assert saver.settle() is None
+            for step, before in expected.items():
+                load_model_state(state.model, before)
+                found = read_checkpoint(root / f"step-{step:08d}", lazy=True, world=w).model_state
+                for name, one in state.model.state_dict().items():
+                    new = sharded_like(one, torch.zeros_like(local_of(one)))
+                    fill(new, found[name])
+                    assert torch.equal(local_of(new), local_of(one))
+
+
+def background_writes_that_fail() -> None:
+    """A write that fails on one rank is an error of all ranks, at the next point where they look."""
+    with world() as w:
+        for kind in ("plain", "fsdp"):
+            for rank in range(w.size) if kind == "fsdp" else range(1):
+                state = state_of(sharded_net(kind, w.size), w)
+                root = folder() / f"{kind}-{rank}"
+                saver = Saver(CheckpointManager(root), state, background=BackgroundWriter())
+                saver.save({})
+                saver.settle()
+                real = HashedFile.sync
+
+                def full(_):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+                HashedFile.sync = full if w.rank == rank else real
+                state.clock.step = 1
+                saver.save({})
+                with pytest.raises(CheckpointError, match="step-00000001: No space left on device") as caught:
+                    saver.settle()
+                HashedFile.sync = real
+                assert caught.value.reported_elsewhere == (w.rank != rank)
+                w.barrier()
+                assert sorted(one.name for one in root.iterdir()) == ["last", "step-00000000"]
+                state.clock.step = 2
+                saver.save({})
+                assert saver.settle() == root / "step-00000002"
 
 
 def write_until_killed() -> None:

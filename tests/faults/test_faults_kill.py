@@ -16,8 +16,8 @@ from faults_runs import wait_for
 class Victim:
     """A run that is started, killed and resumed again and again."""
 
-    def __init__(self, etude, experiment, folder: Path) -> None:
-        self.etude, self.experiment, self.folder = etude, experiment, folder
+    def __init__(self, etude, experiment, folder: Path, *overrides: str) -> None:
+        self.etude, self.experiment, self.folder, self.overrides = etude, experiment, folder, overrides
         self.kills = 0
         self.saves_hit = 0
 
@@ -25,7 +25,7 @@ class Victim:
         """Start the run, or go on with it; a folder without a config was killed before there was a run."""
         if (self.folder / "config.yaml").exists():
             return self.etude.start("resume", self.folder, **request)
-        return self.etude.start("train", self.experiment, "--run-dir", self.folder, **request)
+        return self.etude.start("train", self.experiment, *self.overrides, "--run-dir", self.folder, **request)
 
     def kill(self, process) -> None:
         code = process.kill()
@@ -49,6 +49,12 @@ class Victim:
 @pytest.fixture
 def victim(etude, experiment, tmp_path):
     return Victim(etude, experiment, tmp_path / "run")
+
+
+@pytest.fixture
+def background_victim(etude, experiment, tmp_path):
+    """A run whose checkpoints are written by a thread; it leaves what the others leave."""
+    return Victim(etude, experiment, tmp_path / "run", "training.async_save=true")
 
 
 def kill_at_random(victim: Victim, seconds: float, seed: int, times: int) -> None:
@@ -102,6 +108,23 @@ def test_killed_while_saving_many_times(victim, assert_same_run, seed):
     kill_while_saving(victim, random.Random(seed), times=5)
     victim.finish()
     assert_same_run(victim.folder)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_while_a_thread_saves(background_victim, reference, assert_same_run, seed):
+    kill_at_random(background_victim, reference.seconds, seed, times=1 + seed)
+    kill_while_saving(background_victim, random.Random(seed), times=1 + seed)
+    background_victim.finish()
+    assert_same_run(background_victim.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 240))
+def test_killed_many_times_while_a_thread_saves(background_victim, reference, assert_same_run, seed):
+    kill_at_random(background_victim, reference.seconds, seed, times=1 + seed % 3)
+    kill_while_saving(background_victim, random.Random(seed), times=2)
+    background_victim.finish()
+    assert_same_run(background_victim.folder)
 
 
 @pytest.fixture(scope="session")

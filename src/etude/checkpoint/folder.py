@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,14 +47,14 @@ def newest_intact(root: Path) -> tuple[Path, list[str]]:
     return _first(verified, _newest_first(root), root)
 
 
-def read_newest_intact(root: Path) -> Checkpoint:
+def read_newest_intact(root: Path, *, lazy: bool = False) -> Checkpoint:
     """Read the newest intact checkpoint; `warnings` lists newer damaged ones, which are also logged."""
-    return read_first_intact(_newest_first(root), root)
+    return read_first_intact(_newest_first(root), root, lazy=lazy)
 
 
-def read_first_intact(candidates: Iterable[Path], root: Path) -> Checkpoint:
+def read_first_intact(candidates: Iterable[Path], root: Path, *, lazy: bool = False) -> Checkpoint:
     """Read the first intact one of `candidates`; `warnings` lists the damaged ones before it, also logged."""
-    checkpoint, warnings = _first(read_checkpoint, candidates, root)
+    checkpoint, warnings = _first(partial(read_checkpoint, lazy=lazy), candidates, root)
     for warning in warnings:
         _log.warning(warning)
     return replace(checkpoint, warnings=tuple(warnings))

@@ -129,22 +129,23 @@ class CheckpointManager:
         self._guarded(path, self._clean)
         self._guarded(path, lambda: self._tidy(step))
 
-    def load(self, which: str | Path | None = None) -> Checkpoint:
+    def load(self, which: str | Path | None = None, *, lazy: bool = False) -> Checkpoint:
         """Read a checkpoint: "last" (the default), "best", or one by its path or name.
 
-        If the last or the best one is damaged, the next intact one is read, with a warning. Raises CheckpointError if
-        there is none, or if the requested folder is damaged.
+        If the last or the best one is damaged, the next intact one is read, with a warning. With `lazy` the values of
+        tensors are read when they are needed. Raises CheckpointError if there is none, or if the requested folder is
+        damaged.
         """
         if which is None or which == LAST:
-            return read_newest_intact(self.root)
+            return read_newest_intact(self.root, lazy=lazy)
         if which != BEST:
             path = Path(which)
-            return read_checkpoint(path if path.exists() else self.root / path)
+            return read_checkpoint(path if path.exists() else self.root / path, lazy=lazy)
         ranked = best_first(self.all(), self.mode)
         if not ranked:
             raise CheckpointError(f'no checkpoint in {self.root} has a value of {self.monitor}; load "last" instead')
         folders = find_checkpoints(self.root)
-        return read_first_intact([folders[entry.step] for entry in ranked], self.root)
+        return read_first_intact([folders[entry.step] for entry in ranked], self.root, lazy=lazy)
 
     def latest(self) -> Path | None:
         """Return the folder of the newest checkpoint, not verified, or None."""

@@ -35,6 +35,7 @@ IDLE = frozenset(
             "checkpoint_dir",
             "checkpoint_interval",
             "save_every_steps",
+            "async_save",
             "keep_best",
             "trainable_only",
             "monitor",

@@ -21,7 +21,8 @@ A run calls the hooks in this order; within a hook, callbacks run in the order i
     on_exception(error)                             # instead of what follows the error
     on_train_end(result)
 
-Around everything that writes the model, `on_save_begin()` and `on_save_end()` are called.
+Around everything that writes the model, `on_save_begin()` and `on_save_end()` are called. With `training.async_save` a
+checkpoint is written while steps run; `on_checkpoint` is called after the step in which it is complete.
 
 A callback may send the user a message with `notify` at any time: every callback receives it in `on_notice`. In a run
 of several phases `on_phase_begin(phase, facts)` is called before the first step of each phase, but not again on a

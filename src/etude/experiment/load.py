@@ -81,14 +81,17 @@ def _from_config(config: ExperimentConfig, recorded: Any) -> nn.Module:
     return built
 
 
-def read_weights(folder: RunFolder, which: str | int) -> Checkpoint:
-    """Read the best, the last, or that of a step; a damaged best or last is replaced by the next intact one."""
+def read_weights(folder: RunFolder, which: str | int, *, lazy: bool = False) -> Checkpoint:
+    """Read the best, the last, or that of a step; a damaged best or last is replaced by the next intact one.
+
+    With `lazy` the values of tensors are read when they are needed.
+    """
     manager, which = CheckpointManager(folder.checkpoints_path), str(which)
     if which in ("best", "last"):
-        return manager.load(which if manager.best() is not None else "last")
+        return manager.load(which if manager.best() is not None else "last", lazy=lazy)
     steps = {str(entry.step): entry.step for entry in manager.all()}
     step = steps.get(which.lstrip("0") or "0")
     if step is None:
         there = ", ".join(steps) or "none"
         raise CheckpointError(f"{folder.path} has no checkpoint {shorten(which)!r} (available: {there}, best, last)")
-    return manager.load(folder_name(step))
+    return manager.load(folder_name(step), lazy=lazy)

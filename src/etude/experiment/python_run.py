@@ -26,6 +26,7 @@ ONLY_TRAINING = (
 _OF_WRITING = (
     "checkpoint_dir",
     "save_every_steps",
+    "async_save",
     "checkpoint_interval",
     "freeze",
     "unfreeze",

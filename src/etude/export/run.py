@@ -63,7 +63,7 @@ def export_run(
     if overrides and to in ("state_dict", "hub"):
         raise ConfigError(f"{' '.join(overrides)}: overrides have no effect on --to {to}; remove them")
     folder = RunFolder.open(run_dir)
-    checkpoint = read_weights(folder, which)
+    checkpoint = read_weights(folder, which, lazy=to in ("state_dict", "hub"))
     place = Path(out) if out is not None else folder.path / "export" / to
     is_new = not place.exists()
     try:

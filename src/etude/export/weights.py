@@ -5,20 +5,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
 from torch import Tensor, nn, strided
 
+from etude.checkpoint.format import DTYPES, safetensors_pieces
 from etude.core import ConfigError, RunFolderError
-from etude.core.files import write_bytes
+from etude.core.files import replacing
 from etude.core.model import clean_state_dict
 
 
 def save_weights(state: Mapping[str, Any] | nn.Module, path: str | Path) -> Path:
     """Write the state of a model, so that `model.load_state_dict(load_file(path))` restores it.
 
-    Safetensors refuses tensors that share memory, so tied weights are written under each of their names: a model that
-    ties them accepts that. Raises ConfigError for state that is not a tensor, and RunFolderError if the file cannot be
-    written.
+    Tied weights are written under each of their names, as other libraries expect: a model that ties them accepts that.
+    Tensors are copied, or read from a checkpoint, one at a time. Raises ConfigError for state that is not a tensor,
+    and RunFolderError if the file cannot be written.
     """
     state = clean_state_dict(state) if isinstance(state, nn.Module) else state
     for name, value in state.items():
@@ -26,9 +26,11 @@ def save_weights(state: Mapping[str, Any] | nn.Module, path: str | Path) -> Path
             raise ConfigError(f"{name} is a {type(value).__name__}; plain weights are tensors, so it cannot be saved")
         if value.layout is not strided:
             raise ConfigError(f"{name} is a sparse tensor, which safetensors does not hold")
-    copies = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    with writing_into(Path(path).parent):
-        write_bytes(path, save(copies, {"format": "pt"}))
+        if value.dtype not in DTYPES:
+            raise ConfigError(f"{name} has the type {value.dtype}, which safetensors does not hold")
+    with writing_into(Path(path).parent), replacing(path) as file:
+        for piece in safetensors_pieces(state):
+            file.write(piece)
     return Path(path)
 
 
