@@ -78,6 +78,11 @@ def run(rank: int, size: int, port: int, argv: list[str], log: Path, env: dict[s
     return 0
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by SIGSTOP: it cannot end by itself."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 class Launch:
     """The processes of one run."""
 
@@ -108,6 +113,7 @@ class Launch:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
                 timed_out = True
+            if timed_out or (any(self.codes) and all(map(is_stopped, self._left()))):  # as torchrun does, only sooner
                 for pid in self._left():
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)

@@ -14,6 +14,7 @@ from etude.core.random import aside
 from etude.core.task import as_task, check_terms
 from etude.distributed import World
 from etude.distributed.parallel import share_buffers
+from etude.distributed.world import note_progress
 from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, EvaluationNumbers
 from etude.engine.explain import explained
 from etude.engine.precision import MixedPrecision
@@ -139,6 +140,7 @@ def _add_up(
             if is_empty(batch):
                 continue  # this rank may have no samples of the last batch
             sums.add(EvaluationNumbers(run(batch)) if capture is None else capture(run, batch))
+            note_progress()
     finally:
         batches.close()
     return sums, False

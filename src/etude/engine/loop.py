@@ -97,6 +97,8 @@ class Loop:
         if not self.control.stop:
             self.finite.run(self.clock.step)
         self._save()
+        if (log := self.state.world.log) is not None:
+            self._notify_all(log.exchange())
         return self.logs
 
     def _run_epoch(self) -> None:
@@ -201,6 +203,7 @@ class Loop:
     def _poll(self) -> None:
         if asked := self.stop_poll.asked(self.clock.step):
             self.control.request_stop(asked, by_signal=True)
+        self._notify_all(self.stop_poll.warnings)
 
     def _validate_and_save(self) -> None:
         plan, control, step = self.plan, self.control, self.clock.step
@@ -240,8 +243,15 @@ class Loop:
 
     def _notify(self, message: str, **facts: str) -> None:
         """Notify the user through callbacks: a warning, unless `event` names another kind of event."""
+        log = self.log.world.log
+        if message and log is not None and not facts:
+            log.add(message)  # shown by rank 0, once, if that has not the same to say
         if message and self.log.world.is_main:
             self.callbacks.on_notice(message, {"step": self.clock.step, **facts})
+
+    def _notify_all(self, messages: list[str]) -> None:
+        for message in messages:
+            self.callbacks.on_notice(message, {"step": self.clock.step})
 
     def _save(self) -> None:
         self.control.save = False

@@ -110,20 +110,25 @@ class StopPoll:
         self._last: tuple[float, int] | None = None
         self.due = 0 if world.size > 1 else 2**62
         """The next step after which ranks exchange requests; a single process checks after every step."""
+        self.warnings: list[str] = []
+        """What other ranks have warned of, on rank 0: found by `asked`."""
 
     def asked(self, step: int) -> str:
         """Return why the run must stop after `step`, or an empty string."""
         mine = self._interrupts.requested
         if self._world.size == 1:
             return mine
+        self.warnings = []
         if step < self.due:
             return ""
         now, (then, since) = time.perf_counter(), self._last or (0.0, step)
         done = step - since
         # At most twice the last interval, so that a signal is handled soon even if steps become slow.
         gap = max(1, min(2 * done, int(done / max(now - then, 1e-9) * POLL_S)))
-        anyone, shortest = self._world.host_max([int(bool(mine)), -gap])
+        log = self._world.log
+        anyone, shortest, warned = self._world.host_max([int(bool(mine)), -gap, 0 if log is None else log.waiting])
         self.due, self._last = step - shortest, (now, step)
+        self.warnings = log.exchange() if warned and log is not None else []
         return (mine or OTHER_PROCESS) if anyone else ""
 
 

@@ -17,6 +17,7 @@ from etude.core.model_record import model_record
 from etude.core.monitor import odd_mode
 from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
+from etude.distributed.watchdog import Watchdog
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import saves_time
@@ -219,6 +220,13 @@ class Trainer:
             self.machine.training(accumulated, recomputable),
             self.state.random.running(),
             Interrupts(self.output.say) as self._interrupts,
+            Watchdog(
+                self.machine.world,
+                clock,
+                self.config.collective_timeout_s,
+                self.output.path,
+                self.callbacks.on_exception,
+            ),
         ):
             loader = keeping_example(self.loaders.train, self.task, self.output.folder, self.machine.world, clock)
             result = self._run(self._loop(loader, self._interrupts))

@@ -1,0 +1,83 @@
+"""Components that hang on one rank: a loss, a data set, a process that is stopped, one that has failed."""
+
+import atexit
+import os
+import signal
+import time
+
+from distributed_toy import RANK, At, Points, SeveralTerms, features
+
+from etude.config import register
+from etude.data import DataSplits
+from etude.engine.callback import Callback
+
+
+def hang_forever():
+    """Wait for something that never comes."""
+    while True:
+        time.sleep(0.01)
+
+
+@register("loss", "toy_endless_loss")
+class EndlessLoss(SeveralTerms):
+    """Never returns on one rank, after some calls."""
+
+    def __init__(self, rank: int = 1, calls: int = 10) -> None:
+        super().__init__()
+        self.rank, self.calls = rank, calls
+
+    def terms(self, output, batch, *, metrics):
+        self.calls -= 1
+        if self.rank == RANK and self.calls == 0:
+            hang_forever()
+        return super().terms(output, batch, metrics=metrics)
+
+
+class EndlessPoints(Points):
+    """Hangs on one rank when a sample is read for the second time."""
+
+    def __init__(self, samples: int, rank: int) -> None:
+        super().__init__(samples)
+        self.rank, self.seen = rank, set()
+
+    def __getitem__(self, index: int):
+        if self.rank == RANK and index in self.seen:
+            hang_forever()
+        self.seen.add(index)
+        return super().__getitem__(index)
+
+
+@register("data", "toy_endless_data")
+def endless_data(rank: int = 1) -> DataSplits:
+    """Return points whose second epoch never begins on one rank."""
+    return DataSplits(EndlessPoints(50, rank), features(21, 2))
+
+
+@register("callback", "toy_fails_and_stays")
+class FailsAndStays(At):
+    """Has a bug, and something that is called at the exit and never returns."""
+
+    def act(self):
+        atexit.register(hang_forever)
+        raise ZeroDivisionError("a bug in a callback")
+
+
+@register("callback", "toy_slow_save")
+class SlowSave(Callback):
+    """Takes its time when rank 0 saves, as a slow disk does."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def on_save_begin(self):
+        if RANK == 0:
+            time.sleep(self.seconds)
+
+
+@register("callback", "toy_stop")
+class StopAt(At):
+    """Stops its process, which then does nothing at all."""
+
+    def act(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
