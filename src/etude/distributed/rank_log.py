@@ -4,6 +4,7 @@ Rank 0 logs as a single process does. Warnings of other ranks wait until all ran
 that rank 0 has not logged itself are passed on to it. Errors, and warnings of a rank that fails, are printed at once.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -88,10 +89,9 @@ class RankLog(logging.Handler):
         self._held.clear()
 
     def _print(self, text: str) -> None:
-        try:
-            print(f"etude: [rank {self._world.rank}] {text}", file=sys.stderr, flush=True)
-        except OSError:  # the terminal is gone
-            return
+        with contextlib.suppress(OSError):  # the terminal is gone
+            sys.stderr.write(f"etude: [rank {self._world.rank}] {text}\n")
+            sys.stderr.flush()
 
 
 def _key(text: str) -> str:

@@ -10,15 +10,15 @@ from types import FrameType
 
 import torch
 
-_TORCH = os.path.dirname(torch.__file__)
-_OURS = str(Path(__file__).parents[1])
+_TORCH = Path(torch.__file__).parent
+_OURS = Path(__file__).parents[1]
 _WAITS = (
-    *(os.path.join(_TORCH, *parts) for parts in (("distributed",), ("nn", "parallel"), ("autograd",), ("cuda",))),
-    *(os.path.join(_OURS, name) for name in ("distributed", "engine")),
+    *(str(_TORCH / name) for name in ("distributed", "nn/parallel", "autograd", "cuda")),
+    *(str(_OURS / name) for name in ("distributed", "engine")),
 )
 """Code in which a process waits for other processes or for its device: backward passes all-reduce the gradients."""
-_SAVING, _LOOP = "Loop._save", os.path.join(_OURS, "engine", "loop.py")
-_STANDARD = (os.path.dirname(os.__file__), _TORCH, "<")  # the last: code without a file
+_SAVING = ("Loop._save", str(_OURS / "engine/loop.py"))
+_STANDARD = (str(Path(os.__file__).parent), str(_TORCH), "<")  # the last: code without a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,20 @@ def place_of(thread: int) -> Place:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place(waits=False, saves=False, where="nowhere: its thread has ended")
-    files = [one.f_code.co_filename for one in _outwards(frame)]
-    saves = any(one.f_code.co_qualname == _SAVING and one.f_code.co_filename == _LOOP for one in _outwards(frame))
-    return Place(files[0].startswith(_WAITS), saves, _where(frame))
+    calls = [(one.f_code.co_qualname, one.f_code.co_filename) for one in _outwards(frame)]
+    return Place(calls[0][1].startswith(_WAITS), _SAVING in calls, _where(frame))
 
 
 def _where(frame: FrameType) -> str:
     found = next((one for one in _outwards(frame) if not _is_library(one.f_code.co_filename)), frame)
-    path = found.f_code.co_filename
-    name = os.path.relpath(path, os.path.dirname(_OURS)) if path.startswith(_OURS) else os.path.basename(path)
-    return f"{found.f_code.co_qualname} ({name}:{found.f_lineno})"
+    path = Path(found.f_code.co_filename)
+    name = path.relative_to(_OURS.parent) if path.is_relative_to(_OURS) else path.name
+    return f"{found.f_code.co_qualname.removesuffix('.<locals>.<lambda>')} ({name}:{found.f_lineno})"
 
 
 def _is_library(path: str) -> bool:
     """Whether code belongs to the standard library or to an installed package other than this one."""
-    return not path.startswith(_OURS) and (path.startswith(_STANDARD) or "site-packages" in path)
+    return not path.startswith(str(_OURS)) and (path.startswith(_STANDARD) or "site-packages" in path)
 
 
 def _outwards(frame: FrameType | None) -> list[FrameType]:

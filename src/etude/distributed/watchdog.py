@@ -15,13 +15,14 @@ meanwhile, all of them report where they are, one writes the message, and all ex
 | `I/ended` | the number of ranks that are ready to exit |
 """
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from etude.core.clock import Clock
 from etude.core.errors import TrainingError
@@ -95,7 +97,7 @@ class Watchdog:
             global _started
             _started += 1
             store = self._world.store.clone()  # a connection of its own: the other one may be in use while it waits
-            self._store = dist.PrefixStore(f"etude/watchdog/{_started}", store)
+            self._store = PrefixStore(f"etude/watchdog/{_started}", store)
             self._suspend_timeouts()
             self._thread.start()
         return self
@@ -254,13 +256,11 @@ class Watchdog:
         order = sorted(reports.values(), key=lambda one: (one.waits, one.rank))
         text = "\n".join(f"===== rank {one.rank}, step {one.step}\n{one.stacks}" for one in order)
         if self._folder is not None:
-            try:
+            with contextlib.suppress(OSError):
                 (self._folder / STACKS).write_text(text, encoding="utf-8")
-            except OSError:
-                pass
-            else:
                 return f"all stacks are in {self._folder / STACKS}"
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
         return "all stacks are above"
 
     def _finish(self, message: str, *, reported: bool = False, together: tuple[str, int] | None = None) -> None:
@@ -284,22 +284,23 @@ class Watchdog:
         if together is not None:
             self._wait_for_others(*together)
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-            except (OSError, ValueError, AttributeError):
-                continue
         os._exit(error.exit_code)
 
     def _wait_for_others(self, key: str, count: int) -> None:
-        deadline, number = time.monotonic() + _END_S + self._reply_s, 1
-        while self._try(lambda store: store.add(key, number)) not in (None, count) and time.monotonic() < deadline:
-            number = 0
+        deadline = time.monotonic() + _END_S + self._reply_s
+        ready = self._try(lambda store: store.add(key, 1))
+        while ready not in (None, count) and time.monotonic() < deadline:
             time.sleep(self._interval_s / 5)
+            ready = self._try(lambda store: store.add(key, 0))
 
 
-def _ranks(ranks: Any) -> str:
-    found = [str(rank) for rank in ranks]
-    return f"rank {found[0]} waits" if len(found) == 1 else f"ranks {', '.join(found[:4])}{' …' * (len(found) > 4)} wait"
+def _ranks(ranks: Iterable[int]) -> str:
+    found = list(map(str, ranks))
+    if len(found) == 1:
+        return f"rank {found[0]} waits"
+    return f"ranks {', '.join(found[:4])}{' …' * (len(found) > 4)} wait"
 
 
 def _few(words: list[str]) -> str:
