@@ -16,6 +16,16 @@ def test_trainer(runs, check):
     runs.call(2, check).ok()
 
 
+def test_ranks_that_differ_are_refused(runs):
+    runs.call(3, "differences").ok()
+    runs.call(2, "different_configs").ok()
+
+
+def test_warnings_of_other_ranks(runs):
+    ended = runs.call(3, "warnings_of_ranks")
+    assert ended.codes == [0, 0, 0], ended
+
+
 def test_norm_clipping_and_update_of_sharded_parameters(runs):
     runs.call(2, "sharded_parameters").ok()
 

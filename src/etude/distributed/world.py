@@ -22,6 +22,7 @@ from torch import Tensor
 
 from etude.core import errors
 from etude.core.errors import ConfigError, EtudeError, TrainingError
+from etude.distributed.agreement import check_versions
 from etude.distributed.rank_log import RankLog
 
 T = TypeVar("T")
@@ -200,8 +201,8 @@ HINT = "start them with `torchrun --nproc-per-node N -m etude train …`"
 def join_world(device_type: str) -> World:
     """Join the processes started by torchrun, or return a world of one.
 
-    Raises ConfigError if the launcher's variables are incomplete, if there are more processes than devices, or if
-    the group cannot be formed.
+    Raises ConfigError if the launcher's variables are incomplete, if there are more processes than devices, if the
+    group cannot be formed, or if the processes have different versions of the library, torch or Python.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return World()
@@ -223,6 +224,7 @@ def join_world(device_type: str) -> World:
     _joined = World(rank, size, local_rank, host_group, dist.distributed_c10d._get_default_store())
     _joined.log = RankLog(_joined)
     _joined.log.attach()
+    check_versions(_joined)
     return _joined
 
 

@@ -144,6 +144,13 @@ class Loaders:
         """The training and validation loaders, before batches are moved to the device."""
         return _inner(self.train), _inner(self.validation)
 
+    def sizes(self) -> dict[str, int | None]:
+        """Return what all ranks must agree on: samples of loaders that are divided here, else training batches."""
+        train, validation = self.sources
+        parts = {"training samples": train, "validation samples": validation}
+        found = {name: one.epoch_samples for name, one in parts.items() if isinstance(one, DataLoader)}
+        return {**found, "training batches per epoch": self.num_batches}
+
     @property
     def batch_size(self) -> int | None:
         """Samples of a full training batch; None if it must be read from the batches."""

@@ -12,6 +12,7 @@ from etude.callbacks import LRSchedule
 from etude.config import lookup
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
+from etude.distributed.agreement import check_model
 from etude.distributed.parallel import wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
@@ -66,6 +67,7 @@ def make_step(
         task.extend(made)
         wrapped = model
         if machine.world.size > 1:
+            check_model(machine.world, model)
             unused = config.find_unused_parameters or not uses_all_parameters
             wrapped = wrap_data_parallel(model, made, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
