@@ -1,6 +1,7 @@
 """Components that hang on one rank: a loss, a data set, a process that is stopped, one that has failed."""
 
 import atexit
+import logging
 import os
 import signal
 import time
@@ -81,3 +82,48 @@ class StopAt(At):
 
     def act(self):
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@register("callback", "toy_warn")
+class WarnAt(At):
+    """Warns of something that only this rank knows, and of something that all ranks know."""
+
+    def on_step_end(self, report):
+        if self.run.clock.step == self.step:
+            logging.getLogger("etude").warning("all know this")
+        super().on_step_end(report)
+
+    def act(self):
+        logging.getLogger("etude").warning("only I know this")
+
+
+class SlowPoints(Points):
+    """Takes a while for every sample, on one rank."""
+
+    def __init__(self, samples: int, rank: int, seconds: float) -> None:
+        super().__init__(samples)
+        self.seconds = seconds if rank == RANK else 0.0
+
+    def __getitem__(self, index: int):
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+@register("data", "toy_slow")
+def slow(rank: int = 1, seconds: float = 0.0) -> DataSplits:
+    """Return points that one rank reads slowly."""
+    return DataSplits(SlowPoints(50, rank, seconds), features(21, 2))
+
+
+class NanPoints(Points):
+    """Points that are not numbers, on one rank."""
+
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        return (x * float("nan") if RANK == 1 else x), y
+
+
+@register("data", "toy_nan")
+def nan() -> DataSplits:
+    """Return points of which one rank's are NaN."""
+    return DataSplits(NanPoints(50), features(21, 2))

@@ -73,3 +73,43 @@ def test_saving_and_validating_may_take_longer(runs):
     slow = [{"name": "toy_slow_save", "seconds": 4.5}]
     training = {"save_every_steps": None, "checkpoint_interval": 0, "epochs": 1}
     runs.train(2, write(runs, training=training, callbacks=slow))[1].ok()
+
+
+def warnings(folder):
+    return [one["message"] for one in read_jsonl(folder / "events.jsonl") if one["kind"] == "warning"]
+
+
+@pytest.mark.parametrize("end", ["finished", pytest.param("failed", marks=pytest.mark.slow)])
+def test_warnings_of_other_ranks_reach_the_run(runs, end):
+    callbacks = [{"name": "toy_warn", "step": 5, "rank": 2}]
+    if end == "failed":  # in the step of the warning, before the next exchange
+        callbacks.append({"name": "toy_crash", "step": 5, "rank": 2})
+    folder, ended = runs.train(3, write(runs, callbacks=callbacks))
+    known, own = "etude: all know this", "etude: [rank 2] only I know this"
+    assert ended.said.count(known) == 1
+    assert ended.said.count(own) == 1
+    assert not any("[rank 1]" in line for line in ended.said)
+    if end == "finished":
+        assert warnings(folder) == ["[rank 2] only I know this"]
+
+
+def test_a_slow_rank_is_named_once(runs):
+    training = {"epochs": 6, "save_every_steps": None, "collective_timeout_s": 30.0}
+    straight, ended = runs.train(2, write(runs, "fast", training, data={"name": "toy_slow"}))
+    ended.ok()
+    assert warnings(straight) == []
+    slow = write(runs, "slow", training, data={"name": "toy_slow", "seconds": 0.025})
+    folder, ended = runs.train(2, slow)
+    assert ended.codes == [0, 0]
+    (line,) = warnings(folder)
+    assert line.startswith("rank 1 waits ")
+    assert weights(folder) == weights(straight)
+
+
+def test_a_rank_with_nan_alone(runs):
+    """The gradients of all ranks are summed, so all of them skip the update."""
+    config = write(runs, training={"max_skipped_steps": 4}, data={"name": "toy_nan"}, loss={"name": "cross_entropy"})
+    _, ended = runs.train(2, config)
+    assert ended.codes == [2, 2]
+    (line,) = ended.said
+    assert "not finite in the last 4 steps" in line
