@@ -115,6 +115,21 @@ def differences() -> None:
     leave_world()
 
 
+def evaluations() -> None:
+    """Each sample counts once, whatever the remainder, also with a torch sampler that repeats samples."""
+    made = trainer(data())
+    made.model.eval()
+    for samples in (1, 2, 3, 7, 8):
+        x, y = data(samples)
+        with torch.no_grad():
+            expected = nn.functional.cross_entropy(made.model(x), y).item()
+        whole = TensorDataset(x, y)
+        padded = TorchDataLoader(whole, batch_size=2, sampler=DistributedSampler(whole, shuffle=samples % 2 == 0))
+        for one in ((x, y), whole, padded, DataLoader((x, y), batch_size=8)):
+            assert made.evaluate(one)["loss"] == pytest.approx(expected, rel=1e-6), (samples, type(one))
+    leave_world()
+
+
 def different_configs() -> None:
     """Every rank has a config file of its own, and one of them is another."""
     with tempfile.TemporaryDirectory() as folder:

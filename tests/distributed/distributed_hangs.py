@@ -127,3 +127,19 @@ class NanPoints(Points):
 def nan() -> DataSplits:
     """Return points of which one rank's are NaN."""
     return DataSplits(NanPoints(50), features(21, 2))
+
+
+@register("loss", "toy_signal_loss")
+class SignalLoss(SeveralTerms):
+    """Sends its process a signal at the n-th call in training or validation, on some ranks."""
+
+    def __init__(self, ranks: list[int], call: int = 1, training: bool = True) -> None:
+        super().__init__()
+        self.ranks, self.call, self.training = ranks, call, training
+
+    def terms(self, output, batch, *, metrics):
+        self.call -= output.requires_grad == self.training
+        if RANK in self.ranks and self.call == 0:
+            self.call = -1
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().terms(output, batch, metrics=metrics)

@@ -21,6 +21,11 @@ def test_ranks_that_differ_are_refused(runs):
     runs.call(2, "different_configs").ok()
 
 
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+def test_evaluation_counts_each_sample_once(runs, size):
+    runs.call(size, "evaluations").ok()
+
+
 def test_warnings_of_other_ranks(runs):
     ended = runs.call(3, "warnings_of_ranks")
     assert ended.codes == [0, 0, 0], ended
