@@ -90,21 +90,25 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def differences() -> None:
-    """Ranks that differ in what must be the same are refused, on all of them, before they train."""
+def refused(make, *words) -> None:
+    """All ranks raise the same error, and one reports it."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.reported_elsewhere == (rank() != 0)
 
-    def refused(make, *words):
-        with pytest.raises(ConfigError) as caught:
-            make()
-        for word in words:
-            assert word in str(caught.value)
-        assert caught.value.reported_elsewhere == (rank() != 0)
 
+def different_versions() -> None:
+    """A machine that was forgotten in an update."""
     version = torch.__version__
     torch.__version__ = version if rank() == 0 else "1.0"
     refused(lambda: join_world("cpu"), f"torch: {version} on rank 0, 1.0 on ranks 1, 2;", "the same versions")
     leave_world()
-    torch.__version__ = version
+
+
+def differences() -> None:
+    """Ranks that differ in what must be the same are refused, on all of them, before they train."""
     refused(lambda: trainer(data(), config={"seed": rank() // 2}), "training.seed: 0 on ranks 0, 1, 1 on rank 2")
     refused(lambda: trainer(data(24 + rank())), "training samples: 24 on rank 0, 25 on rank 1, 26 on rank 2")
     refused(lambda: trainer(data(), data(3 + rank())), "validation samples: 3 on rank 0")

@@ -1,6 +1,5 @@
 """Components that hang on one rank: a loss, a data set, a process that is stopped, one that has failed."""
 
-import atexit
 import logging
 import os
 import signal
@@ -54,13 +53,13 @@ def endless_data(rank: int = 1) -> DataSplits:
     return DataSplits(EndlessPoints(50, rank), features(21, 2))
 
 
-@register("callback", "toy_fails_and_stays")
-class FailsAndStays(At):
-    """Has a bug, and something that is called at the exit and never returns."""
+@register("callback", "toy_stays")
+class StaysAfterFailure(Callback):
+    """Never returns from its hook after an error: a tool that waits for a server that is gone."""
 
-    def act(self):
-        atexit.register(hang_forever)
-        raise ZeroDivisionError("a bug in a callback")
+    def on_exception(self, error):
+        if isinstance(error, ZeroDivisionError):
+            hang_forever()
 
 
 @register("callback", "toy_slow_save")
@@ -143,3 +142,11 @@ class SignalLoss(SeveralTerms):
             self.call = -1
             os.kill(os.getpid(), signal.SIGTERM)
         return super().terms(output, batch, metrics=metrics)
+
+
+@register("data", "toy_signal_data")
+def signalled(rank: int = 1) -> DataSplits:
+    """Send one process a signal while the data is being made."""
+    if rank == RANK:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return DataSplits(Points(50), features(21, 2))

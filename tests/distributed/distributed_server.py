@@ -13,6 +13,7 @@ they are ended. With a size of 1 there is no torchrun.
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -63,6 +64,7 @@ def redirect(path: Path, descriptor: int) -> None:
 def run(rank: int, size: int, port: int, argv: list[str], log: Path, env: dict[str, str]) -> int:
     redirect(log / f"{rank}.out", 1)
     redirect(log / f"{rank}.err", 2)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.environ.update(variables(rank, size, port) | env)
     sys.argv = ["etude", *argv]
     try:
@@ -111,8 +113,11 @@ class Launch:
             self._collect()
             if any(self.codes):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not timed_out:
                 timed_out = True
+                for pid in self._left():
+                    os.kill(pid, signal.SIGUSR1)  # where it hangs goes to its stderr
+                time.sleep(0.5)
             if timed_out or (any(self.codes) and all(map(is_stopped, self._left()))):  # as torchrun does, only sooner
                 for pid in self._left():
                     os.kill(pid, signal.SIGKILL)

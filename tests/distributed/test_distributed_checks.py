@@ -16,9 +16,9 @@ def test_trainer(runs, check):
     runs.call(2, check).ok()
 
 
-def test_ranks_that_differ_are_refused(runs):
-    runs.call(3, "differences").ok()
-    runs.call(2, "different_configs").ok()
+@pytest.mark.parametrize(("check", "size"), [("different_versions", 3), ("differences", 3), ("different_configs", 2)])
+def test_ranks_that_differ_are_refused(runs, check, size):
+    runs.call(size, check).ok()
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])

@@ -1,9 +1,13 @@
 """A rank that hangs ends the run with one message, in time; what is only slow does not."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
-from distributed_runs import HERE
+import torch.distributed
+from distributed_runs import HERE, TIMEOUT_S
 
 from etude.monitor.jsonl import read_jsonl
 from run_files import weights
@@ -35,10 +39,17 @@ HANGS = {
         {"data": {"name": "toy_endless_data", "rank": 1}, "training": {"num_workers": 1, "persistent_workers": True}},
         "rank 1 is at step 7 in ",
     ),
+    "after an error": (
+        {"callbacks": [{"name": "toy_stays"}, {"name": "toy_crash", "step": 5, "rank": 1}]},
+        "rank 1 is at step 5 in hang_forever",
+    ),
 }
 
 
-@pytest.mark.parametrize("hang", HANGS)
+CASES = [pytest.param(name, marks=[] if name in ("loss of rank 0", "data") else pytest.mark.slow) for name in HANGS]
+
+
+@pytest.mark.parametrize("hang", CASES)
 def test_a_rank_that_hangs(runs, hang):
     sections, words = HANGS[hang]
     folder, ended = runs.train(3, write(runs, **sections))
@@ -54,7 +65,7 @@ def test_a_rank_that_hangs(runs, hang):
     assert "made no progress" in end["message"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_process(runs, rank):
     folder, ended = runs.train(2, write(runs, callbacks=[{"name": "toy_stop", "step": 5, "rank": rank}]))
     assert_one_message(ended, f"rank {rank} does not respond", "its stack is unknown", stopped=rank)
@@ -73,6 +84,50 @@ def test_saving_and_validating_may_take_longer(runs):
     slow = [{"name": "toy_slow_save", "seconds": 4.5}]
     training = {"save_every_steps": None, "checkpoint_interval": 0, "epochs": 1}
     runs.train(2, write(runs, training=training, callbacks=slow))[1].ok()
+
+
+STAYS = """
+import atexit, os, sys, torch
+from torch import nn
+from etude import Callback, Trainer
+from distributed_hangs import hang_forever
+
+class Crash(Callback):
+    def on_step_end(self, report):
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("a bug in a callback")
+
+x = torch.zeros(24, 4)
+settings = {"epochs": 2, "batch_size": 8, "device": "cpu", "collective_timeout_s": 2.0}
+trainer = Trainer(nn.Linear(4, 2), (x, x[:, 0].long()), config=settings, callbacks=[Crash()], progress=False)
+atexit.register(hang_forever)  # called before the process leaves the others
+trainer.train()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_failed_and_stays(tmp_path):
+    """A script of a Python user: the process that failed does not end, and the other one says why it does."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    common = os.environ | world | {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STAYS],
+            env=common | {"RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        _, said = ranks[0].communicate(timeout=TIMEOUT_S)
+        assert ranks[0].returncode == 2, said
+        assert "rank 1 failed before (ZeroDivisionError: a bug in a callback)" in said
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
 
 
 def warnings(folder):
@@ -113,3 +168,22 @@ def test_a_rank_with_nan_alone(runs):
     assert ended.codes == [2, 2]
     (line,) = ended.said
     assert "not finite in the last 4 steps" in line
+
+
+@pytest.mark.slow
+def test_the_disk_of_rank_0_is_full(runs, tmp_path):
+    """Only rank 0 writes; the other ranks end with it, and the run is resumed when there is space."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        _, ended = runs.train(2, write(runs, training={"keep_best": 50, "epochs": 9}), name="disk/run")
+        assert ended.codes == [2, 2]
+        (line,) = ended.said
+        assert "No space left on device" in line
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+        runs.resume(2, disk / "run").ok()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

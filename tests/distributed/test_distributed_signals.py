@@ -1,7 +1,7 @@
 """SIGTERM to some processes of a run: all of them stop at the same step, save, and the run is resumed exactly."""
 
 import pytest
-from distributed_runs import HERE
+from distributed_runs import HERE, Runs
 
 from run_files import records, weights
 
@@ -19,8 +19,6 @@ MOMENTS = {  # the call of the loss that is interrupted, and the step after whic
 
 @pytest.fixture(scope="module")
 def straight(server, tmp_path_factory):
-    from distributed_runs import Runs
-
     runs = Runs(server, tmp_path_factory.mktemp("straight"))
     folder, ended = runs.train(2, runs.write("straight", TRAINING, imports=IMPORTS, loss={"name": "toy_terms"}))
     ended.ok()
@@ -42,3 +40,15 @@ def test_stopped_at_any_moment_and_resumed(runs, straight, moment, ranks):
     runs.resume(2, folder, "loss=toy_terms").ok()
     assert weights(folder) == weights(straight)
     assert records(folder) == records(straight)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_the_data_is_made(runs, rank):
+    """There is nothing to save yet: the process ends at once, and the others with it."""
+    config = runs.write("run", TRAINING, imports=IMPORTS, data={"name": "toy_signal_data", "rank": rank})
+    folder, ended = runs.train(2, config)
+    assert ended.codes[rank] == -15
+    assert ended.codes[1 - rank] == 2
+    (line,) = ended.said
+    assert "lost the connection to another process" in line
+    assert not (folder / "checkpoints").exists() or not list((folder / "checkpoints").iterdir())
