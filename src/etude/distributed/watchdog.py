@@ -34,14 +34,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from etude.core.clock import Clock
 from etude.core.errors import TrainingError
+from etude.core.run_layout import STACKS
 from etude.distributed.stacks import place_of, stacks_of_all
 from etude.distributed.world import World, progress_made
 
 T = TypeVar("T")
 logger = logging.getLogger("etude")
 
-STACKS = "stacks.txt"
-"""The file of the run folder with the stacks of all ranks."""
 _LONGEST_INTERVAL_S = 5.0
 _BEATS = 20
 """Beats per timeout."""
