@@ -90,7 +90,12 @@ class Launch:
 
     def __init__(self, size: int, argv: list[str], log: str, env: dict[str, str] | None = None) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # They begin when all are forked: the store's threads must not be at work while this process forks, or a lock
+        # that one of them holds is locked forever in the child.
+        self.gate = os.pipe()
         self.pids = [self._fork(rank, size, argv, Path(log), env or {}) for rank in range(size)]
+        for end in self.gate:
+            os.close(end)
         self.codes: list[int | None] = [None] * size
 
     def _fork(self, rank: int, size: int, argv: list[str], log: Path, env: dict[str, str]) -> int:
@@ -98,6 +103,9 @@ class Launch:
         if pid == 0:
             code = 1
             try:
+                os.close(self.gate[1])
+                os.read(self.gate[0], 1)  # until the other end is closed everywhere
+                os.close(self.gate[0])
                 code = run(rank, size, self.store.port, argv, log, env)
                 sys.stdout.flush()
                 sys.stderr.flush()
