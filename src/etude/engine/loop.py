@@ -10,7 +10,6 @@ from etude.core import Batch, Control, DataError, Loader
 from etude.core.spans import span
 from etude.engine.learning_rate import LearningRate
 from etude.engine.meter import measure
-from etude.engine.slow_rank import SlowRank
 from etude.engine.state import Saver, TrainState
 from etude.engine.step import GradientAccumulator, Step
 from etude.engine.stopping import OTHER_PROCESS, FiniteCheck, Interrupted, Interrupts, StopPoll
@@ -64,7 +63,6 @@ class Loop:
         self.saver = saver
         self.interrupts = interrupts if interrupts is not None else Interrupts()
         self.stop_poll = StopPoll(self.interrupts, state.world)
-        self.slow_rank = SlowRank(state.world)
         self.finite = FiniteCheck(state.log, step, plan.max_skipped_steps)
         self.logs: dict[str, float] = {}
         """Metrics of the last epoch or validation."""
@@ -198,7 +196,7 @@ class Loop:
     def _log_point(self) -> None:
         window = self.log.take_window()
         record = self.log.numbers(window, self.step)
-        self._notify(self.slow_rank.find(window))
+        self.stop_poll.slow_rank.add(window)
         self.finite.streak(self.clock.step)
         position = {"step": self.clock.step, "epoch": self.clock.epoch, "samples": self.clock.samples}
         rates = self._rates()

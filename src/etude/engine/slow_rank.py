@@ -19,17 +19,23 @@ class SlowRank:
         self._seconds = self._waited = 0.0
         self._is_found = world.size == 1
 
-    def find(self, window: RunningSums) -> str:
-        """Return a message about a slow rank, once and on every rank; empty if there is none.
+    def add(self, window: RunningSums) -> None:
+        """Add the times of this rank since the last log point."""
+        self._seconds, self._waited = self._seconds + window.seconds, self._waited + window.waited
 
-        `window` has the times of this rank since the last call. All ranks must call this together.
-        """
+    def mine(self) -> list[int]:
+        """Return what `find` needs of this rank, in microseconds: the maximum over ranks has the times of all."""
+        if self._is_found:
+            return []
+        waits = [0] * self._world.size
+        waits[self._world.rank] = int(1e6 * self._waited)
+        return [int(1e6 * self._seconds), *waits]
+
+    def find(self, maxima: list[int]) -> str:
+        """Return a message about a slow rank, once and on every rank; empty if there is none."""
         if self._is_found:
             return ""
-        self._seconds, self._waited = self._seconds + window.seconds, self._waited + window.waited
-        mine = [0] * self._world.size
-        mine[self._world.rank] = int(1e6 * self._waited)
-        seconds, *waits = (value / 1e6 for value in self._world.host_max([int(1e6 * self._seconds), *mine]))
+        seconds, *waits = (value / 1e6 for value in maxima)
         worst = max(waits)
         others = median(sorted(waits)[:-1])
         if seconds < LEAST_S or worst < LEAST_SHARE * seconds or worst < 2 * others:

@@ -14,6 +14,7 @@ from typing import Any
 
 from etude.core import TrainingError
 from etude.distributed import World
+from etude.engine.slow_rank import SlowRank
 from etude.engine.step import Step
 from etude.engine.step_log import RunningSums, StepLog
 
@@ -111,7 +112,8 @@ class StopPoll:
         self.due = 0 if world.size > 1 else 2**62
         """The next step after which ranks exchange requests; a single process checks after every step."""
         self.warnings: list[str] = []
-        """What other ranks have warned of, on rank 0: found by `asked`."""
+        """What other ranks have warned of, or a warning about one of them, on rank 0: found by `asked`."""
+        self.slow_rank = SlowRank(world)
 
     def asked(self, step: int) -> str:
         """Return why the run must stop after `step`, or an empty string."""
@@ -126,9 +128,13 @@ class StopPoll:
         # At most twice the last interval, so that a signal is handled soon even if steps become slow.
         gap = max(1, min(2 * done, int(done / max(now - then, 1e-9) * POLL_S)))
         log = self._world.log
-        anyone, shortest, warned = self._world.host_max([int(bool(mine)), -gap, 0 if log is None else log.waiting])
+        news = [int(bool(mine)), -gap, 0 if log is None else log.waiting, *self.slow_rank.mine()]
+        anyone, shortest, warned, *waits = self._world.host_max(news)  # the only exchange, so that it costs little
         self.due, self._last = step - shortest, (now, step)
         self.warnings = log.exchange() if warned and log is not None else []
+        slow = self.slow_rank.find(waits)
+        if slow and self._world.is_main:
+            self.warnings.append(slow)
         return (mine or OTHER_PROCESS) if anyone else ""
 
 
