@@ -1,9 +1,12 @@
 """What is asserted inside the processes of a run: each function is called by all of them."""
 
+import json
 import logging
 import os
+import tempfile
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from etude.distributed.world import run_collective
 from etude.engine.callback import Callback
 from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
+from etude.experiment import train_experiment
 from etude.metrics.metric_set import MetricSet
 from etude.optim import AdamW, clip_gradients
 from etude.optim.kernels import choose_kernel
@@ -82,6 +86,85 @@ def attempts() -> None:
         assert w.attempt(lambda: 5) == 5
 
 
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def refused(make, *words) -> None:
+    """All ranks raise the same error, and one reports it."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.reported_elsewhere == (rank() != 0)
+
+
+def different_versions() -> None:
+    """A machine that was forgotten in an update."""
+    version = torch.__version__
+    torch.__version__ = version if rank() == 0 else "1.0"
+    refused(lambda: join_world("cpu"), f"torch: {version} on rank 0, 1.0 on ranks 1, 2;", "the same versions")
+    leave_world()
+
+
+def differences() -> None:
+    """Ranks that differ in what must be the same are refused, on all of them, before they train."""
+    refused(lambda: trainer(data(), config={"seed": rank() // 2}), "training.seed: 0 on ranks 0, 1, 1 on rank 2")
+    refused(lambda: trainer(data(24 + rank())), "training samples: 24 on rank 0, 25 on rank 1, 26 on rank 2")
+    refused(lambda: trainer(data(), data(3 + rank())), "validation samples: 3 on rank 0")
+    refused(lambda: trainer([data(2)] * (3 + rank())), "batches per epoch: 3 on rank 0")
+    refused(lambda: trainer(data(), model=nn.Linear(4, 2 + rank())), "10 parameters", "15 parameters", "on rank 1")
+    refused(lambda: trainer(data(), model=nn.Linear(4, 2).to(torch.float64 if rank() else None)), "shapes")
+    trainer(data(), config={"num_workers": 0, "prefetch": rank()}).train()
+    leave_world()
+
+
+def evaluations() -> None:
+    """Each sample counts once, whatever the remainder, also with a torch sampler that repeats samples."""
+    made = trainer(data())
+    made.model.eval()
+    for samples in (1, 2, 3, 7, 8):
+        x, y = data(samples)
+        with torch.no_grad():
+            expected = nn.functional.cross_entropy(made.model(x), y).item()
+        whole = TensorDataset(x, y)
+        padded = TorchDataLoader(whole, batch_size=2, sampler=DistributedSampler(whole, shuffle=samples % 2 == 0))
+        for one in ((x, y), whole, padded, DataLoader((x, y), batch_size=8)):
+            assert made.evaluate(one)["loss"] == pytest.approx(expected, rel=1e-6), (samples, type(one))
+    leave_world()
+
+
+def different_configs() -> None:
+    """Every rank has a config file of its own, and one of them is another."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        config = {"model": "lenet5", "data": "mnist", "optimizer": {"name": "sgd", "lr": 0.1 * (1 + rank())}}
+        path.write_text(json.dumps(config | {"name": "it", "training": {"device": "cpu"}}))
+        with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.1 on rank 0, 0\.2 on rank 1; .* same command"):
+            train_experiment(path, run_dir=Path(folder, "run"))
+        assert not Path(folder, "run").exists()
+
+
+def warnings_of_ranks() -> None:
+    """Rank 0 shows what any rank warns of, once; identical warnings have no rank."""
+    logger, lines = logging.getLogger("etude"), []
+    with world() as w:
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        if w.rank == 0:
+            logger.addHandler(handler)
+        for _ in range(2):
+            logger.warning("all of us")
+        if w.rank > 0:
+            logger.warning("some of us")
+            logger.warning("only %d", w.rank)
+        w.log.show()
+        w.log.show()
+        expected = ["all of us", "all of us", "[rank 1] some of us", "[rank 1] only 1", "[rank 2] only 2"]
+        assert lines == (expected if w.rank == 0 else [])
+        logger.removeHandler(handler)
+
+
 class Buffers(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -118,7 +201,8 @@ def data(samples: int = 24):
 def trainer(train, validation=None, **arguments) -> Trainer:
     torch.manual_seed(0)
     config = {"epochs": 1, "batch_size": 8, "device": "cpu", **arguments.pop("config", {})}
-    return Trainer(nn.Linear(4, 2), train, validation, config=config, progress=False, **arguments)
+    model = arguments.pop("model", None) or nn.Linear(4, 2)
+    return Trainer(model, train, validation, config=config, progress=False, **arguments)
 
 
 def collectives_of_a_step() -> None:

@@ -13,6 +13,7 @@ fails, the others have a while to notice by themselves before they are ended. Wi
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -65,6 +66,7 @@ def redirect(path: Path, descriptor: int) -> None:
 def run(rank: int, size: int, port: int, argv: list[str], log: Path, env: dict[str, str]) -> int:
     redirect(log / f"{rank}.out", 1)
     redirect(log / f"{rank}.err", 2)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.environ.update(variables(rank, size, port) | env)
     sys.argv = ["etude", *argv]
     try:
@@ -81,12 +83,22 @@ def run(rank: int, size: int, port: int, argv: list[str], log: Path, env: dict[s
     return 0
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by SIGSTOP: it cannot end by itself."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 class Launch:
     """The processes of one run."""
 
     def __init__(self, size: int, argv: list[str], log: str, env: dict[str, str] | None = None) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # They begin when all are forked: the store's threads must not be at work while this process forks, or a lock
+        # that one of them holds is locked forever in the child.
+        self.gate = os.pipe()
         self.pids = [self._fork(rank, size, argv, Path(log), env or {}) for rank in range(size)]
+        for end in self.gate:
+            os.close(end)
         self.codes: list[int | None] = [None] * size
 
     def _fork(self, rank: int, size: int, argv: list[str], log: Path, env: dict[str, str]) -> int:
@@ -94,6 +106,9 @@ class Launch:
         if pid == 0:
             code = 1
             try:
+                os.close(self.gate[1])
+                os.read(self.gate[0], 1)  # until the other end is closed everywhere
+                os.close(self.gate[0])
                 code = run(rank, size, self.store.port, argv, log, env)
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -109,8 +124,12 @@ class Launch:
             self._collect()
             if any(self.codes):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not timed_out:
                 timed_out = True
+                for pid in self._left():
+                    os.kill(pid, signal.SIGUSR1)  # where it hangs goes to its stderr
+                time.sleep(0.5)
+            if timed_out or (any(self.codes) and all(map(is_stopped, self._left()))):  # as torchrun does, only sooner
                 for pid in self._left():
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)

@@ -16,6 +16,21 @@ def test_trainer(runs, check):
     runs.call(2, check).ok()
 
 
+@pytest.mark.parametrize(("check", "size"), [("different_versions", 3), ("differences", 3), ("different_configs", 2)])
+def test_ranks_that_differ_are_refused(runs, check, size):
+    runs.call(size, check).ok()
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+def test_evaluation_counts_each_sample_once(runs, size):
+    runs.call(size, "evaluations").ok()
+
+
+def test_warnings_of_other_ranks(runs):
+    ended = runs.call(3, "warnings_of_ranks")
+    assert ended.codes == [0, 0, 0], ended
+
+
 def test_norm_clipping_and_update_of_sharded_parameters(runs):
     runs.call(2, "sharded_parameters").ok()
 

@@ -162,6 +162,7 @@ ELSEWHERE = {
     "compile": "test_the_model_or_the_step_is_compiled",
     "capture": "test_capture_needs_cuda",
     "find_unused_parameters": "tests/distributed",
+    "collective_timeout_s": "tests/distributed/test_distributed_hangs.py",
     "on_out_of_memory": "tests/trainer/test_trainer_memory.py",
     "meaningful_loss": "test_settings_of_another_loss_are_refused",
     "num_workers": "test_settings_of_workers_reach_the_loader",

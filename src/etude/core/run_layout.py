@@ -10,6 +10,9 @@ DIFF = "git.diff"
 EXAMPLE = "example.safetensors"
 """File with two samples of the first batch of a run made in Python."""
 
+STACKS = "stacks.txt"
+"""File with the stacks of all processes of a run that hung."""
+
 OWN_FILES = frozenset(
     [
         "config.yaml",
@@ -23,6 +26,7 @@ OWN_FILES = frozenset(
         ".lock",
         ".written",
         EXAMPLE,
+        STACKS,
     ]
 )
 """Files that a run writes into its folder, besides `samples.txt`, which a callback writes."""

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from etude.core import errors
 from etude.core.errors import ConfigError, EtudeError, TrainingError
+from etude.distributed.agreement import check_versions
+from etude.distributed.rank_log import RankLog
 
 T = TypeVar("T")
 
@@ -52,6 +54,8 @@ class World:
     in_lockstep: bool = False
     """Whether running the model communicates: all ranks must run it equally often, also without samples."""
     _apart: "World | None" = field(default=None, repr=False, compare=False)
+    log: RankLog | None = None
+    """Warnings of this rank, on their way to rank 0; None if there is only one."""
 
     @property
     def is_main(self) -> bool:
@@ -142,6 +146,7 @@ class World:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(group=self.host_group)
+            note_progress()
 
     def claim(self, task: str) -> bool:
         """Return True on only one rank, the first to call; does not wait for the others."""
@@ -157,6 +162,18 @@ _lent: list[weakref.ref[Tensor]] = []
 """Aliases of tensors that a gloo thread may still hold."""
 _lending = threading.Lock()
 RETURN_TIMEOUT_S = 5.0
+_progress = 0
+
+
+def note_progress() -> None:
+    """Count something that shows that this rank is alive: a collective, or a batch of a validation."""
+    global _progress
+    _progress += 1
+
+
+def progress_made() -> int:
+    """Return how often this rank has noted progress."""
+    return _progress
 
 
 def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
@@ -172,6 +189,7 @@ def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
         _lent[:] = [*(ref for ref in _lent if ref() is not None), *map(weakref.ref, aliases)]
     try:
         collective(*aliases)
+        note_progress()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # the traceback refers to the aliases while the error lives
         raise
@@ -201,14 +219,16 @@ def _error_of_another_rank(text: str) -> EtudeError:
     return error
 
 
+_joined: World | None = None
+"""The processes that this one has joined."""
 HINT = "start them with `torchrun --nproc-per-node N -m etude train …`"
 
 
 def join_world(device_type: str) -> World:
     """Join the processes started by torchrun, or return a world of one.
 
-    Raises ConfigError if the launcher's variables are incomplete, if there are more processes than devices, or if
-    the group cannot be formed.
+    Raises ConfigError if the launcher's variables are incomplete, if there are more processes than devices, if the
+    group cannot be formed, or if the processes have different versions of the library, torch or Python.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return World()
@@ -216,6 +236,9 @@ def join_world(device_type: str) -> World:
     local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
     if size == 1:
         return World(local_rank=local_rank)
+    global _joined
+    if _joined is not None:
+        return _joined
     device = _own_device(local_rank) if device_type == "cuda" else None
     if not dist.is_initialized():
         try:
@@ -224,11 +247,19 @@ def join_world(device_type: str) -> World:
             raise ConfigError(f"cannot join the {size} processes of this run ({error}); {HINT}") from error
         atexit.register(leave_world)  # for scripts that do not leave the group themselves
     host_group = dist.group.WORLD if device is None else dist.new_group(backend="gloo")
-    return World(rank, size, local_rank, host_group, dist.distributed_c10d._get_default_store())
+    _joined = World(rank, size, local_rank, host_group, dist.distributed_c10d._get_default_store())
+    _joined.log = RankLog(_joined)
+    _joined.log.attach()
+    check_versions(_joined)
+    return _joined
 
 
 def leave_world() -> None:
     """Leave the process group, if this process is in one."""
+    global _joined
+    if _joined is not None and _joined.log is not None:
+        _joined.log.detach()
+    _joined = None
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -263,10 +294,14 @@ def failing_together(world: World) -> Iterator[None]:
     """
     try:
         yield
+        if world.log is not None:
+            world.log.show()
     except EtudeError as error:
+        _print_warnings(world)
         error.reported_elsewhere = error.reported_elsewhere or not world.claim("failure")
         raise
     except RuntimeError as error:
+        _print_warnings(world)
         first = world.claim("failure")
         if not _is_lost_connection(error):
             raise
@@ -277,8 +312,14 @@ def failing_together(world: World) -> Iterator[None]:
         lost.reported_elsewhere = not first
         raise lost from error
     except BaseException:
+        _print_warnings(world)
         world.claim("failure")  # its traceback is printed, or it is Ctrl-C
         raise
+
+
+def _print_warnings(world: World) -> None:
+    if world.log is not None:
+        world.log.print_rest()
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:

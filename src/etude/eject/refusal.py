@@ -30,6 +30,7 @@ WRITTEN = frozenset(
 IDLE = frozenset(
     {
         *("sanity_val_batches", "train_metrics", "max_skipped_steps", "loss_scale", "find_unused_parameters"),
+        "collective_timeout_s",
         *(
             "save_checkpoints",
             "checkpoint_dir",

@@ -14,6 +14,7 @@ from etude.core.task import as_task, check_terms
 from etude.distributed import World
 from etude.distributed.lockstep import rounds
 from etude.distributed.parallel import share_buffers
+from etude.distributed.world import note_progress
 from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, EvaluationNumbers
 from etude.engine.explain import explained
 from etude.engine.precision import MixedPrecision
@@ -157,6 +158,7 @@ def _add_up(
                 sums.add(EvaluationNumbers(run(batch)) if capture is None else capture(run, batch))
             elif world.in_lockstep:
                 lend(batch)
+            note_progress()
     finally:
         batches.close()
     return sums, is_cut_off

@@ -106,6 +106,8 @@ class Loop:
             self.finite.run(self.clock.step)
         self._save()
         self._settle()
+        if (log := self.state.world.log) is not None:
+            self._notify_all(log.exchange())
         return self.logs
 
     def _run_epoch(self) -> None:
@@ -201,7 +203,9 @@ class Loop:
         self._validate_and_save()
 
     def _log_point(self) -> None:
-        record = self.log.numbers(self.log.take_window(), self.step)
+        window = self.log.take_window()
+        record = self.log.numbers(window, self.step)
+        self.stop_poll.slow_rank.add(window)
         self.finite.streak(self.clock.step)
         position = {"step": self.clock.step, "epoch": self.clock.epoch, "samples": self.clock.samples}
         rates = self._rates()
@@ -213,6 +217,7 @@ class Loop:
             self.control.request_stop(asked, by_signal=True)
         if self.stop_poll.all_written:
             self._settle()
+        self._notify_all(self.stop_poll.warnings)
 
     def _validate_and_save(self) -> None:
         plan, control, step = self.plan, self.control, self.clock.step
@@ -252,8 +257,15 @@ class Loop:
 
     def _notify(self, message: str, **facts: str) -> None:
         """Notify the user through callbacks: a warning, unless `event` names another kind of event."""
+        log = self.log.world.log
+        if message and log is not None and not facts:
+            log.add(message)  # shown by rank 0, once, if that has not the same to say
         if message and self.log.world.is_main:
             self.callbacks.on_notice(message, {"step": self.clock.step, **facts})
+
+    def _notify_all(self, messages: list[str]) -> None:
+        for message in messages:
+            self.callbacks.on_notice(message, {"step": self.clock.step})
 
     def _save(self) -> None:
         self.control.save = False

@@ -15,6 +15,7 @@ from etude.core.random import aside
 from etude.distributed import World
 from etude.distributed.lockstep import rounds
 from etude.distributed.parallel import share_buffers
+from etude.distributed.world import note_progress
 from etude.engine.evaluation import eval_mode
 from etude.engine.explain import explained
 from etude.engine.precision import MixedPrecision
@@ -60,6 +61,7 @@ def predict(
                     with precision.autocast():
                         output = task.predict(model, batch)
                 found.append(_leaves(output, batch) if has_samples else {})
+                note_progress()
         finally:
             batches.close()
     return _together(_over_ranks(found, world))

@@ -14,6 +14,7 @@ from typing import Any
 
 from etude.core import TrainingError
 from etude.distributed import World
+from etude.engine.slow_rank import SlowRank
 from etude.engine.step import Step
 from etude.engine.step_log import RunningSums, StepLog
 
@@ -112,6 +113,9 @@ class StopPoll:
         """The next step after which ranks exchange requests; a single process checks after every step."""
         self.all_written = False
         """Whether no rank wrote a checkpoint in the background when they last exchanged, at this step."""
+        self.warnings: list[str] = []
+        """What other ranks have warned of, or a warning about one of them, on rank 0: found by `asked`."""
+        self.slow_rank = SlowRank(world)
 
     def asked(self, step: int, *, is_writing: bool = False) -> str:
         """Return why the run must stop after `step`, or an empty string."""
@@ -120,15 +124,24 @@ class StopPoll:
             self.all_written = not is_writing
             return mine
         self.all_written = False
+        self.warnings = []
         if step < self.due:
             return ""
         now, (then, since) = time.perf_counter(), self._last or (0.0, step)
         done = step - since
         # At most twice the last interval, so that a signal is handled soon even if steps become slow.
         gap = max(1, min(2 * done, int(done / max(now - then, 1e-9) * POLL_S)))
-        anyone, shortest, busy = self._world.host_max([int(bool(mine)), -gap, int(is_writing)])
+        log = self._world.log
+        news = [int(bool(mine)), -gap, int(is_writing), 0 if log is None else log.waiting, *self.slow_rank.mine()]
+        anyone, shortest, busy, warned, *waits = self._world.host_max(
+            news
+        )  # the only exchange, so that it costs little
         self.all_written = not busy
         self.due, self._last = step - shortest, (now, step)
+        self.warnings = log.exchange() if warned and log is not None else []
+        slow = self.slow_rank.find(waits)
+        if slow and self._world.is_main:
+            self.warnings.append(slow)
         return (mine or OTHER_PROCESS) if anyone else ""
 
 

@@ -235,7 +235,7 @@ class DataFacts(Callback):
 
         Other facts only explain the difference: a mean may differ in its last digits on another machine.
         """
-        before, now = _flat(saved.get("data")), _flat(json.loads(json.dumps(self._facts)))
+        before, now = flat(saved.get("data")), flat(json.loads(json.dumps(self._facts)))
         different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if before and any(key.endswith("fingerprint") for key in different):
             changes = [
@@ -247,13 +247,13 @@ class DataFacts(Callback):
             )
 
 
-def _flat(facts: Any, path: str = "") -> dict[str, Any]:
-    """Return facts, also those of several streams, by dotted path."""
+def flat(facts: Any, path: str = "") -> dict[str, Any]:
+    """Return nested mappings by dotted path."""
     if not isinstance(facts, Mapping):
         return {path: facts} if path else {}
     found: dict[str, Any] = {}
     for key, value in facts.items():
-        found |= _flat(value, f"{path}.{key}" if path else key)
+        found |= flat(value, f"{path}.{key}" if path else key)
     return found
 
 

@@ -17,11 +17,13 @@ from etude.checkpoint import (
 from etude.core import ConfigError, DataError, RunFolderError
 from etude.core.monitor import Best
 from etude.distributed import World, before_joining, launcher
-from etude.experiment.build import build_trainer
+from etude.distributed.agreement import check_same
+from etude.experiment.build import build_trainer, flat
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.opened import joined_world
 from etude.experiment.python_run import PythonRun, python_run
 from etude.monitor import RunFolder, default_run_dir
+from etude.monitor.environment import commit
 from etude.trainer import Trainer
 
 logger = logging.getLogger("etude")
@@ -63,6 +65,7 @@ def train_experiment(
             else load_experiment_config(experiment, overrides=overrides)
         )
     with joined_world(config.training.device) as world:
+        _check_same(world, config)
         folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
         folder.place_checkpoints(config.training.checkpoint_dir)
         with _held(folder, world):
@@ -97,6 +100,7 @@ def resume_run(
     before = folder.checkpoints_path
     folder.place_checkpoints(config.training.checkpoint_dir)
     with joined_world(config.training.device) as world, _held(folder, world):
+        _check_same(world, config)
         world.attempt(lambda: _take_checkpoints(folder, before), here=world.is_main)
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
@@ -105,6 +109,13 @@ def resume_run(
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
         _refuse_finished(trainer, folder, overrides)
         return _run(trainer, folder)
+
+
+def _check_same(world: World, config: ExperimentConfig) -> None:
+    """Refuse processes that have different configs or commits: files of other machines may be of another day."""
+    if world.size > 1:
+        facts = {**flat(config.to_dict()), "the git commit": commit()}
+        check_same(world, facts, "start all processes with the same command, config and code")
 
 
 def _resume_python(run: PythonRun, overrides: Sequence[str], progress: bool) -> RunOutcome:

@@ -61,11 +61,17 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Return commit and dirty flag (changes in tracked files); None outside a repository or without git."""
-    commit = _ask_git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    found = commit(folder)
+    if found is None:
         return None
     changes = _ask_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes)}
+    return {"commit": found, "dirty": None if changes is None else bool(changes)}
+
+
+def commit(folder: Path | None = None) -> str | None:
+    """Return the commit of the repository; None outside a repository, without git, or if git takes too long."""
+    found = _ask_git(folder, "rev-parse", "HEAD")
+    return None if found is None else found.strip()
 
 
 def uncommitted(folder: Path | None = None) -> str:

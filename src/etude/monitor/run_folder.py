@@ -10,6 +10,7 @@ git.diff         changes of tracked files that were not committed when the run b
 checkpoints/     where `etude resume` continues from
 result.json      the outcome, written at the end
 samples.txt      texts sampled from a language model at the end, if configured
+stacks.txt       where each process was, if several of them hung
 example.safetensors  two samples of the first batch of a run made in Python, for `etude export`
 metrics/         files of metrics, such as a confusion matrix, if there are any
 .written         the names of such files
@@ -33,7 +34,7 @@ import torch
 
 from etude.core import RunFolderError
 from etude.core.files import FolderLock, LockHeld, replacing, write_text
-from etude.core.run_layout import CHECKPOINTS, DIFF, EXAMPLE
+from etude.core.run_layout import CHECKPOINTS, DIFF, EXAMPLE, STACKS
 from etude.monitor.checkpoint_folder import checkpoint_folder, claim, holds_checkpoints, made_in, setting_in
 from etude.monitor.environment import collect_environment, uncommitted
 from etude.monitor.jsonl import decode, plain, read_jsonl
@@ -278,7 +279,8 @@ class RunFolder:
                 else:
                     path.unlink()
             remove_written(self.path)
-            (self.path / EXAMPLE).unlink(missing_ok=True)
+            for name in (EXAMPLE, STACKS):
+                (self.path / name).unlink(missing_ok=True)
             # Last the files that mark a run: if this is interrupted, it can be repeated.
             for path in (*files, self.samples_path, self.metrics_path, self.result_path, self.config_path):
                 path.unlink(missing_ok=True)

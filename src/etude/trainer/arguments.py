@@ -10,6 +10,7 @@ from torch import nn
 from etude.callbacks import EMA, Freeze
 from etude.config import build_component
 from etude.config.schema import validate_section
+from etude.config.selection import plain
 from etude.config.shapes import canonical_keys
 from etude.core import ConfigError, Task
 from etude.core.arguments import as_whole
@@ -223,3 +224,13 @@ def as_epochs(num_epochs: Any) -> int:
 def build_named(kind: str, section: Section, path: str, **provided: Any) -> Any:
     """Return the registered component that a section names."""
     return build_component(kind, section, path=path, provided=provided)
+
+
+def shared_settings(config: TrainerConfig) -> dict[str, Any]:
+    """Return the settings that must be the same in all processes: those that change results or collectives.
+
+    >>> shared_settings(TrainerConfig(seed=3))["training.seed"]
+    3
+    """
+    own = {"device", "num_threads", "num_workers", "pin_memory", "persistent_workers", "prefetch", "prefetch_factor"}
+    return {f"training.{name}": value for name, value in plain(config).items() if name not in own}

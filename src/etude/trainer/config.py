@@ -150,6 +150,8 @@ class TrainerConfig(SectionModel):
     """Drop the last, smaller batch of an epoch."""
     find_unused_parameters: bool = False
     """With several processes: allow parameters that are unused in the loss of a step; slightly slower."""
+    collective_timeout_s: Positive = 600.0
+    """With several processes: seconds without progress of any of them before a hung run ends with one message."""
 
     freeze: str | list[str] | None = None
     """Patterns of parameters, such as `backbone.*.bias`, or of modules, such as `backbone`, that are not trained."""

@@ -42,6 +42,7 @@ from etude.engine.step import GradientAccumulator
 from etude.trainer.arguments import expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.machine import Machine
+from etude.trainer.unpadded import unpadded
 
 logger = logging.getLogger("etude")
 
@@ -143,6 +144,13 @@ class Loaders:
     def sources(self) -> tuple[Loader | None, Loader | None]:
         """The training and validation loaders, before batches are moved to the device."""
         return _inner(self.train), _inner(self.validation)
+
+    def sizes(self) -> dict[str, int | None]:
+        """Return what all ranks must agree on: samples of loaders that are divided here, else training batches."""
+        train, validation = self.sources
+        parts = {"training samples": train, "validation samples": validation}
+        found = {name: one.epoch_samples for name, one in parts.items() if isinstance(one, DataLoader)}
+        return {**found, "training batches per epoch": self.num_batches}
 
     @property
     def batch_size(self) -> int | None:
@@ -384,7 +392,8 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
 
     An etude DataLoader or StreamLoader is divided here. A torch DataLoader must have a distributed sampler:
     ConfigError if all ranks would train on the same batches. Other sources are assumed to be divided already.
-    Validation on undivided batches is still exact, as every rank counts every sample.
+    Validation on undivided batches is still exact, as every rank counts every sample, and so is validation with a
+    DistributedSampler: the samples that it repeats are left out.
     """
     if world.size == 1:
         return source
@@ -397,7 +406,7 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
             f"each of the {world.size} processes would train on all batches of this torch DataLoader; pass the "
             "Dataset itself, an etude DataLoader, or a torch DataLoader with sampler=DistributedSampler(dataset)"
         )
-    return source
+    return unpadded(source) if isinstance(source, TorchDataLoader) and not training else source
 
 
 def _divided(loader: DataLoader, world: World) -> DataLoader:

@@ -13,6 +13,7 @@ from etude.config import lookup
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
 from etude.core.deferred import recording_of
+from etude.distributed.agreement import check_model
 from etude.distributed.parallel import wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
@@ -67,6 +68,8 @@ def make_step(
     task.join(model)
     with making_model(machine.device):
         machine.place(model, config)
+        if machine.world.size > 1:
+            check_model(machine.world, model)
         optimizer, shards = _divide(model, task, optimizer, machine)
         made = make_optimizer(optimizer, model, config, shards)
         task.extend(made)

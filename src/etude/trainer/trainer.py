@@ -17,8 +17,10 @@ from etude.core.model_record import model_record
 from etude.core.monitor import odd_mode
 from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
+from etude.distributed.agreement import check_same
 from etude.distributed.settings import ParallelConfig
 from etude.distributed.shards import has_shards
+from etude.distributed.watchdog import Watchdog
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import saves_time
@@ -43,6 +45,7 @@ from etude.trainer.arguments import (
     make_task,
     measure,
     plain_task,
+    shared_settings,
 )
 from etude.trainer.example import keeping_example
 from etude.trainer.find_lr import RateSearch, range_test
@@ -56,6 +59,7 @@ from etude.trainer.sanity_check import check_validation
 from etude.trainer.schedule import RunRate, SchedulerLike
 
 logger = logging.getLogger("etude")
+SAME = "start all processes with the same settings and the same data"
 
 
 class Trainer:
@@ -174,6 +178,7 @@ class Trainer:
             self.step.splitter.set(self.config.micro_batch_size)
             whole_config = with_sizes(whole_config, self.config)
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
+        check_same(self.machine.world, {**shared_settings(self.config), **self.loaders.sizes()}, SAME)
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
@@ -230,6 +235,13 @@ class Trainer:
             self.machine.training(accumulated, recomputable),
             self.state.random.running(),
             Interrupts(self.output.say) as self._interrupts,
+            Watchdog(
+                self.machine.world,
+                clock,
+                self.config.collective_timeout_s,
+                self.output.path,
+                self.callbacks.on_exception,
+            ),
         ):
             loader = keeping_example(self.loaders.train, self.task, self.output.folder, self.machine.world, clock)
             result = self._run(self._loop(loader, self._interrupts))

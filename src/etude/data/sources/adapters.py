@@ -183,7 +183,7 @@ class ForeignIterator:
             try:
                 return next(self._batches)
             except StopIteration:
-                if self.position == 0:
+                if self.position == 0 and self._world_size == 1:  # another rank may have all of few samples
                     raise DataError("the data is empty: the loader returned no batch") from None
                 raise
 
