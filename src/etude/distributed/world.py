@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etude.core import errors
-from etude.core.errors import ConfigError, EtudeError, TrainingError
+from etude.core.errors import ConfigError, ConnectionLost, EtudeError
+from etude.launched import SHAPE, is_launched
 
 T = TypeVar("T")
 
@@ -175,7 +176,7 @@ def _error_of_another_rank(text: str) -> EtudeError:
     return error
 
 
-HINT = "start them with `torchrun --nproc-per-node N -m etude train …`"
+HINT = "start them with `etude train … --nproc N`"
 
 
 def join_world(device_type: str) -> World:
@@ -207,16 +208,18 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def launcher(world: World) -> str:
-    """Return the launcher command to put before `etude` to start the same number of processes.
+def launched_command(world: World, command: str) -> str:
+    """Return an `etude` command such that it starts the same number of processes, in the same way.
 
-    >>> launcher(World()) + "etude resume RUN_DIR", launcher(World(size=2)) + "etude resume RUN_DIR"
+    >>> launched_command(World(), "etude resume RUN_DIR"), launched_command(World(size=2), "etude resume RUN_DIR")
     ('etude resume RUN_DIR', 'torchrun --nproc-per-node 2 -m etude resume RUN_DIR')
     """
+    if is_launched():
+        return f"{command} {os.environ[SHAPE]}"
     if world.size == 1:
-        return ""
+        return command
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(world.size)) == str(world.size)
-    return f"torchrun {f'--nproc-per-node {world.size}' if is_one_machine else '…'} -m "
+    return f"torchrun {f'--nproc-per-node {world.size}' if is_one_machine else '…'} -m {command}"
 
 
 @contextmanager
@@ -244,11 +247,12 @@ def failing_together(world: World) -> Iterator[None]:
         first = world.claim("failure")
         if not _is_lost_connection(error):
             raise
-        lost = TrainingError(
+        lost = ConnectionLost(
             f"process {world.rank} of {world.size} lost the connection to another process, which was killed or "
             "failed; resume from the last checkpoint"
         )
-        lost.reported_elsewhere = not first
+        # a launcher of ours knows better which process ended, and why
+        lost.reported_elsewhere = not first or is_launched()
         raise lost from error
     except BaseException:
         world.claim("failure")  # its traceback is printed, or it is Ctrl-C

@@ -16,7 +16,7 @@ from etude.checkpoint import (
 )
 from etude.core import ConfigError, DataError, RunFolderError
 from etude.core.monitor import Best
-from etude.distributed import World, before_joining, launcher
+from etude.distributed import World, before_joining, launched_command
 from etude.experiment.build import build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.opened import joined_world
@@ -184,7 +184,8 @@ def _held(folder: RunFolder, world: World) -> Iterator[None]:
 
 
 def _resume_command(folder: RunFolder, world: World) -> str:
-    return f"{launcher(world) or _folder_of_command()}etude resume {quote(str(folder.path))}"
+    prefix = _folder_of_command() if world.size == 1 else ""
+    return launched_command(world, f"{prefix}etude resume {quote(str(folder.path))}")
 
 
 def _folder_of_command() -> str:
