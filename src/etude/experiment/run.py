@@ -21,6 +21,7 @@ from etude.experiment.build import build_trainer
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.opened import joined_world
 from etude.experiment.python_run import PythonRun, python_run
+from etude.experiment.restart import Launch, is_restart
 from etude.monitor import RunFolder, default_run_dir
 from etude.trainer import Trainer
 
@@ -55,7 +56,10 @@ def train_experiment(
     overwrite: bool = False,
     progress: bool = True,
 ) -> RunOutcome:
-    """Train an experiment in a new run folder and return the outcome."""
+    """Train an experiment in a new run folder and return the outcome.
+
+    Processes that an elastic launcher has restarted continue the run that they had begun.
+    """
     with before_joining():
         config = (
             experiment
@@ -63,7 +67,14 @@ def train_experiment(
             else load_experiment_config(experiment, overrides=overrides)
         )
     with joined_world(config.training.device) as world:
-        folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
+        launch = Launch.of(world)
+        begun = launch.begun(config, run_dir)
+        if begun is not None and world.host_max([int(begun.holds_run)])[0]:
+            launch.note(begun)
+            begun.place_checkpoints(config.training.checkpoint_dir)
+            return _continue(config, begun, world, progress=progress)
+        place = run_dir if begun is None else begun.path  # lost before it had a config
+        folder = _made_by_main(world, lambda: launch.note(_new_folder(config, place, overwrite)))
         folder.place_checkpoints(config.training.checkpoint_dir)
         with _held(folder, world):
             there = {path.name for path in folder.path.iterdir()}
@@ -96,14 +107,29 @@ def resume_run(
         return _resume_python(python, overrides, progress)
     before = folder.checkpoints_path
     folder.place_checkpoints(config.training.checkpoint_dir)
-    with joined_world(config.training.device) as world, _held(folder, world):
-        world.attempt(lambda: _take_checkpoints(folder, before), here=world.is_main)
+    with joined_world(config.training.device) as world:
+        return _continue(config, folder, world, overrides, before=before, progress=progress)
+
+
+def _continue(
+    config: ExperimentConfig,
+    folder: RunFolder,
+    world: World,
+    overrides: Sequence[str] = (),
+    *,
+    before: Path | None = None,
+    progress: bool = True,
+) -> RunOutcome:
+    """Continue a run in its folder; `before` is where its checkpoints were, if that may have changed."""
+    with _held(folder, world):
+        world.attempt(lambda: _take_checkpoints(folder, before or folder.checkpoints_path), here=world.is_main)
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
         if path := world.share_text(str(found or "")):
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
-        _refuse_finished(trainer, folder, overrides)
+        if not is_restart():  # a process may also be lost when the run has finished
+            _refuse_finished(trainer, folder, overrides)
         return _run(trainer, folder)
 
 
@@ -202,9 +228,9 @@ def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:
     The same command then works once the mistake is fixed, and nothing looks like a resumable run. Files that were
     `there` before stay. With `own` the folder itself was created for this run.
     """
-    written = (folder.config_path, folder.environment_path, folder.diff_path, folder.events_path)
+    written = (folder.config_path, folder.environment_path, folder.diff_path, folder.events_path, folder.launch_path)
     for path in (*written, folder.status_path, folder.metrics_path, folder.media_path):
-        if path.name not in there:
+        if path.name not in there or path == folder.launch_path:
             path.unlink(missing_ok=True)
     files = [path for path in folder.path.rglob("*") if not path.is_dir()]
     if own and set(files) <= {folder.lock_path}:
