@@ -65,7 +65,9 @@ def _launch(options: dict[str, Any], arguments: list[str]) -> None:
     from etude.distributed.launch import LaunchOptions, launch
 
     if "RANK" in os.environ:
-        raise ConfigError("this process was started by another launcher (RANK is set); leave out --nproc and --nnodes")
+        raise ConfigError(
+            "this process was started by another launcher (RANK is set); leave out --nproc and --nnodes"
+        )
     asked = LaunchOptions(**options)
     if not asked.is_one_process:
         print(f"starting {asked}", flush=True)

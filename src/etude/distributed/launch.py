@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from etude.core.errors import ConfigError, ConnectionLost, TrainingError
 from etude.launched import LAUNCHER, SHAPE
 
 CORES_PER_PROCESS = 4
-"""CPU cores of one process with `--nproc auto` where there is no GPU: data parallelism copies the model and its data."""
+"""CPU cores of one process with `--nproc auto` where there is no GPU: every process has its own copy of the data."""
 SAVE_GRACE_S = 300
 """Time to save and stop before a process is killed: on a signal, or when machines join or leave."""
 LAST_GRACE_S = 10
@@ -205,7 +206,7 @@ class Agent(LocalElasticAgent):
             self._deadline = min(self._deadline, time.monotonic() + SAVE_GRACE_S)
         return time.monotonic() < self._deadline
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch calls it so
         self._shutdown(timeout=SAVE_GRACE_S)  # torch gives them 30 seconds
 
     def _words(self) -> str:
@@ -254,7 +255,7 @@ def _spec(arguments: list[str], options: LaunchOptions, address: str) -> WorkerS
         **configs,
     )
     # Like this process: `-m` would put the current folder before the installed packages.
-    safe = [] if sys.path[:1] in ([""], [os.getcwd()]) else ["-P"]
+    safe = [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
     return WorkerSpec(
         role="etude",
         local_world_size=options.processes,

@@ -15,6 +15,7 @@ from etude.checkpoint import (
     newest_intact,
 )
 from etude.core import ConfigError, DataError, RunFolderError
+from etude.core.errors import EtudeError
 from etude.core.monitor import Best
 from etude.distributed import World, before_joining, launched_command
 from etude.experiment.build import build_trainer
@@ -86,7 +87,8 @@ def train_experiment(
             except Exception as error:
                 began = trainer is not None and trainer.state.clock.step > 0
                 mistaken = isinstance(error, (ConfigError, DataError))
-                if world.is_main and (mistaken or not began) and not folder.is_used:
+                lost = bool(launch.launchers) and not isinstance(error, EtudeError)  # the next attempt continues here
+                if world.is_main and (mistaken or not (began or lost)) and not folder.is_used:
                     _undo(folder, there, own=run_dir is None)
                 raise
 
