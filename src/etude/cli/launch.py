@@ -60,7 +60,7 @@ def _launch(options: dict[str, Any], arguments: list[str]) -> None:
     """Start the processes and exit with their code; return in one of them, or if there is to be only this one."""
     if is_launched():
         return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch reads it
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch reads it
     from etude.core.errors import ConfigError
     from etude.distributed.launch import LaunchOptions, launch
 

@@ -4,8 +4,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import struct
 import sys
 import tempfile
 import time
@@ -24,12 +22,22 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from etude.core.errors import ConfigError, ConnectionLost, TrainingError
+from etude.distributed.network import (
+    JOIN_TIMEOUT_S,
+    interface_of,
+    is_open,
+    local_address,
+    parse_endpoint,
+    wait_for_endpoint,
+)
 from etude.launched import LAUNCHER, SHAPE
 
 CORES_PER_PROCESS = 4
 """CPU cores of one process with `--nproc auto` where there is no GPU: every process has its own copy of the data."""
 SAVE_GRACE_S = 300
 """Time to save and stop before a process is killed: on a signal, or when machines join or leave."""
+STORE_TIMEOUT_S = 60
+"""How long the machine of the rendezvous may be silent."""
 LAST_GRACE_S = 10
 """Time to end after the second signal."""
 FINAL = (2, 130)
@@ -57,7 +65,7 @@ class LaunchOptions:
         if self.max_restarts is not None and self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: must be 0 or more")
         if self.rdzv_endpoint is not None:
-            _address(self.rdzv_endpoint)
+            parse_endpoint(self.rdzv_endpoint)
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -116,12 +124,15 @@ def launch(arguments: Sequence[str], options: LaunchOptions, complain: Callable[
     The processes get these arguments as they are, and know by the environment that they have been launched.
     `complain` prints a line about processes that were lost.
     """
-    address = _local_address(options)
+    address, is_host = _place(options)
+    if not is_host:
+        wait_for_endpoint(str(options.rdzv_endpoint))
     with tempfile.TemporaryDirectory(prefix="etude-") as logs, _quiet(), _environment(options, address):
         try:
-            agent = Agent(_spec(list(arguments), options, address), DefaultLogsSpecs(log_dir=logs), complain)
+            agent = Agent(_spec(list(arguments), options, address, is_host), DefaultLogsSpecs(log_dir=logs), complain)
             with agent.signals():
                 agent.run()
+            agent.close()
         except RendezvousError as error:
             if options.nodes[1] == 1:
                 raise TrainingError(f"cannot start the processes: {_cause(error)}") from error
@@ -138,7 +149,7 @@ class Agent(LocalElasticAgent):
     """Torch's agent, which waits while processes save, and restarts none that ended by a mistake or an interrupt."""
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, complain: Callable[[str], None]) -> None:
-        super().__init__(spec, logs, shutdown_timeout=SAVE_GRACE_S)
+        super().__init__(spec, logs, shutdown_timeout=LAST_GRACE_S)
         self._complain = complain
         self._asked = 0
         """Signals received."""
@@ -158,6 +169,10 @@ class Agent(LocalElasticAgent):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def close(self) -> None:
+        """Close the rendezvous, so that a machine that comes late does not wait."""
+        self._worker_group.spec.rdzv_handler.shutdown()
 
     def _pass_on(self, number: int, _frame: Any) -> None:
         self._asked += 1
@@ -239,11 +254,18 @@ def _hint(code: int) -> str:
     return " (out of memory?)" if code == -signal.SIGKILL else ""
 
 
-def _spec(arguments: list[str], options: LaunchOptions, address: str) -> WorkerSpec:
+def _place(options: LaunchOptions) -> tuple[str, bool]:
+    """Return the address of this machine, and whether it is the one at which the others meet."""
+    if options.rdzv_endpoint is None:
+        return "127.0.0.1", True
+    address, is_here = local_address(options.rdzv_endpoint)
+    if options.node_rank is not None:
+        return address, options.node_rank == 0
+    return address, is_here and not is_open(options.rdzv_endpoint)  # else another launcher of this machine has begun
+
+
+def _spec(arguments: list[str], options: LaunchOptions, address: str, is_host: bool) -> WorkerSpec:
     least, most = options.nodes
-    configs: dict[str, Any] = {"timeout": 900}
-    if most == 1 or options.node_rank is not None:
-        configs["is_host"] = most == 1 or options.node_rank == 0
     endpoint = options.rdzv_endpoint or f"{address}:0"
     parameters = RendezvousParameters(
         backend="c10d",
@@ -252,7 +274,9 @@ def _spec(arguments: list[str], options: LaunchOptions, address: str) -> WorkerS
         min_nodes=least,
         max_nodes=most,
         local_addr=address,
-        **configs,
+        is_host=is_host,
+        join_timeout=JOIN_TIMEOUT_S,
+        read_timeout=STORE_TIMEOUT_S,
     )
     # Like this process: `-m` would put the current folder before the installed packages.
     safe = [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
@@ -276,8 +300,11 @@ def _environment(options: LaunchOptions, address: str) -> Iterator[None]:
         SHAPE: options.shape,
         "OMP_NUM_THREADS": options.threads,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+        "TORCH_CPP_LOG_LEVEL": "ERROR"
+        if (level := os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")) == "FATAL"
+        else level,
     }
-    if options.nodes[1] > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface(address)):
+    if options.nodes[1] > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(address)):
         new["GLOO_SOCKET_IFNAME"] = name  # gloo would take what the host name stands for
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
@@ -304,42 +331,6 @@ def _quiet() -> Iterator[None]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _address(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"--rdzv-endpoint {endpoint}: give the host and a port, such as node1:29400")
-    return host.strip("[]"), int(port)
-
-
-def _local_address(options: LaunchOptions) -> str:
-    """Return the address by which other machines reach this one: that from which it reaches the endpoint."""
-    if options.rdzv_endpoint is None:
-        return "127.0.0.1"
-    host, port = _address(options.rdzv_endpoint)
-    try:
-        kind, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as one:
-            one.connect(found)  # sends nothing
-            return str(one.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"--rdzv-endpoint {options.rdzv_endpoint}: {error.strerror or error}") from error
-
-
-def _interface(address: str) -> str:
-    """Return the network interface with this IPv4 address; empty if it cannot be told."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                request = fcntl.ioctl(one, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(request[20:24]) == address:
-                    return name
-    return ""
 
 
 def _cause(error: BaseException) -> str:

@@ -1,0 +1,80 @@
+"""Addresses of machines that run together: which one this is, and whether the others can be reached."""
+
+import contextlib
+import socket
+import struct
+import sys
+import time
+
+from etude.core.errors import ConfigError, ConnectionLost
+
+JOIN_TIMEOUT_S = 600
+"""How long a machine waits for the others."""
+_RETRY_S = 0.5
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port.
+
+    >>> parse_endpoint("node1:29400"), parse_endpoint("[fe80::1]:29400")
+    (('node1', 29400), ('fe80::1', 29400))
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"--rdzv-endpoint {endpoint}: give the host and a port, such as node1:29400")
+    return host.strip("[]"), int(port)
+
+
+def local_address(endpoint: str) -> tuple[str, bool]:
+    """Return the address by which other machines reach this one, and whether the endpoint is on this machine.
+
+    The address is that from which it reaches the endpoint: the host name may stand for another network, or nothing.
+    """
+    host, port = parse_endpoint(endpoint)
+    try:
+        kind, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as one:
+            one.connect(found)  # sends nothing
+            address = str(one.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--rdzv-endpoint {endpoint}: {error.strerror or error}") from error
+    return address, address == found[0]
+
+
+def is_open(endpoint: str) -> bool:
+    """Whether something answers at the endpoint."""
+    try:
+        with socket.create_connection(parse_endpoint(endpoint), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def wait_for_endpoint(endpoint: str, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    """Wait until the machine of the endpoint has begun; raise ConnectionLost if it does not.
+
+    Torch would wait too, but without hearing Ctrl-C.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_open(endpoint):
+        if time.monotonic() > deadline:
+            raise ConnectionLost(
+                f"nothing answers at {endpoint} after {timeout_s:.0f} s; start the same command on that machine too, "
+                "and let the others reach its port"
+            )
+        time.sleep(_RETRY_S)
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface with this IPv4 address; empty if it cannot be told."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                request = fcntl.ioctl(one, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(request[20:24]) == address:
+                    return name
+    return ""
