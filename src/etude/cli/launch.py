@@ -43,7 +43,9 @@ def launchable(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def launched(context: typer.Context, **arguments: Any) -> None:
         options = {name: arguments.pop(name) for name in OPTIONS}
-        if any(one is not None for one in options.values()):
+        if arguments.get("dry_run"):
+            arguments["world"] = arguments["world"] or _world(options)
+        elif any(one is not None for one in options.values()):
             _launch(options, context.meta[ARGUMENTS])
         command(**arguments)
 
@@ -54,6 +56,14 @@ def launchable(command: Callable[..., None]) -> Callable[..., None]:
     launched.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     launched.__annotations__ = {"context": typer.Context, **command.__annotations__, **OPTIONS}
     return launched
+
+
+def _world(options: dict[str, Any]) -> int:
+    """Return how many processes the options start on all machines."""
+    from etude.distributed.launch import LaunchOptions
+
+    asked = LaunchOptions(**options)
+    return asked.processes * asked.nodes[1]
 
 
 def _launch(options: dict[str, Any], arguments: list[str]) -> None:

@@ -116,8 +116,17 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Run folder [default: runs/EXPERIMENT/TIME].")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an existing run in the run folder.")] = False,
     quiet: Quiet = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check it and say what it needs.")] = False,
+    world: Annotated[int | None, typer.Option(help="With --dry-run: processes, here or not.")] = None,
 ) -> None:
     """Train an experiment in a new run folder."""
+    if world is not None and not dry_run:
+        raise typer.BadParameter("it is for --dry-run; --nproc starts processes", param_hint="--world")
+    if dry_run:
+        config = _load("load_experiment_config")(experiment, overrides=overrides or [])
+        found = _load("dry_run", "etude.experiment.dry_run")(config, 1 if world is None else world)
+        print("\n".join(found.lines()))
+        return
     outcome = _load("train_experiment")(
         experiment, overrides or [], run_dir=run_dir, overwrite=overwrite, progress=not quiet
     )

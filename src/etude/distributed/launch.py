@@ -27,6 +27,7 @@ from etude.distributed.network import (
     interface_of,
     is_open,
     local_address,
+    notice_lost_machines,
     parse_endpoint,
     wait_for_endpoint,
 )
@@ -40,6 +41,7 @@ STORE_TIMEOUT_S = 60
 """How long the machine of the rendezvous may be silent."""
 LAST_GRACE_S = 10
 """Time to end after the second signal."""
+RESUME = "a run can be continued from its last checkpoint by `etude resume`"
 FINAL = (2, 130)
 """Exit codes after which a restart would end the same way: a mistake of the user, an interrupt."""
 
@@ -136,11 +138,8 @@ def launch(arguments: Sequence[str], options: LaunchOptions, complain: Callable[
         except RendezvousError as error:
             if options.nodes[1] == 1:
                 raise TrainingError(f"cannot start the processes: {_cause(error)}") from error
-            least, most = options.nodes
             raise ConnectionLost(
-                f"no connection to the other machines through {options.rdzv_endpoint} ({_cause(error)}); start the "
-                f"same command on {least if least == most else f'{least} to {most}'} machines and let them reach that "
-                "address"
+                f"no connection to the machines at {options.rdzv_endpoint} ({_cause(error)}); {RESUME}, on all of them"
             ) from error
     return agent.exit_code()
 
@@ -196,6 +195,7 @@ class Agent(LocalElasticAgent):
             worker_group.store.set("etude/store", f"{worker_group.master_addr} {self._server.port}")
         address, port = worker_group.store.get("etude/store").decode().split()
         worker_group.master_addr, worker_group.master_port = address, int(port)
+        notice_lost_machines()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {rank: process.poll() for rank, process in self._processes().items()}
@@ -246,8 +246,8 @@ class Agent(LocalElasticAgent):
             return max(final)
         if not codes:
             return 0
-        self._complain(f"{self._words()}; a run can be continued from its last checkpoint by `etude resume`")
-        return 1
+        self._complain(f"{self._words()}; {RESUME}")
+        return ConnectionLost.exit_code if codes == {ConnectionLost.exit_code} else 1
 
 
 def _hint(code: int) -> str:

@@ -1,16 +1,22 @@
 """Addresses of machines that run together: which one this is, and whether the others can be reached."""
 
 import contextlib
+import ipaddress
+import os
 import socket
 import struct
 import sys
 import time
+from pathlib import Path
 
 from etude.core.errors import ConfigError, ConnectionLost
 
 JOIN_TIMEOUT_S = 600
 """How long a machine waits for the others."""
 _RETRY_S = 0.5
+PEER_TIMEOUT_S = 60
+"""How long another machine may be unreachable before connections to it fail; Linux's own default is a quarter hour."""
+_PROBE_S = 10
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -78,3 +84,26 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(request[20:24]) == address:
                     return name
     return ""
+
+
+def notice_lost_machines() -> None:
+    """Let the connections of this process to other machines fail if those cannot be reached any more (on Linux).
+
+    Torch and gloo open them and set no such limit: a read would wait until the kernel gives up, for signals too. The
+    kernels of the machines answer the probes, so a process that is only slow, or even stopped, is not lost.
+    """
+    if sys.platform != "linux":
+        return
+    options = (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PEER_TIMEOUT_S),
+    )
+    for path in Path("/proc/self/fd").iterdir():
+        # no socket, no peer, or closed by now
+        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(path.name))) as one:
+            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+            if is_tcp and not ipaddress.ip_address(one.getpeername()[0].partition("%")[0]).is_loopback:
+                for option in options:
+                    one.setsockopt(*option)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from etude.core import errors
 from etude.core.errors import ConfigError, ConnectionLost, EtudeError
+from etude.distributed.network import notice_lost_machines
 from etude.launched import SHAPE, is_launched
 
 T = TypeVar("T")
@@ -199,6 +200,8 @@ def join_world(device_type: str) -> World:
             raise ConfigError(f"cannot join the {size} processes of this run ({error}); {HINT}") from error
         atexit.register(leave_world)  # for scripts that do not leave the group themselves
     host_group = dist.group.WORLD if device is None else dist.new_group(backend="gloo")
+    if os.environ.get("LOCAL_WORLD_SIZE", str(size)) != str(size):
+        notice_lost_machines()
     return World(rank, size, local_rank, host_group, dist.distributed_c10d._get_default_store())
 
 
