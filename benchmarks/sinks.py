@@ -33,6 +33,8 @@ from etude.engine.callback import Logs
 THREADS = 1
 """Of torch: the other core is left to the threads of the sinks, as the cores beside a GPU are."""
 BLOCK_STEPS = 200
+SAMPLES = 60_000
+"""Of an epoch, as MNIST has: every epoch ends with records of its own."""
 INTERVALS = (1, 100)
 COLUMNS = {"sinks": "", "log every": "d", "step µs": ".0f", "thread µs": ".1f", "%": "+.2f", "quartiles": ""}
 SINKS: dict[str, tuple[str, Callable[[], Callback]]] = {
@@ -109,7 +111,7 @@ def _noting(open_run: Callable[[Any], None], opened: threading.Event) -> Callabl
 def run(names: Sequence[str], interval: int, block_steps: int, pairs: int) -> Blocks:
     """Train once with sinks that are switched off and on."""
     torch.manual_seed(0)
-    data = torch.randn(64 * 50, 1, 28, 28), torch.randint(10, (64 * 50,))
+    data = torch.randn(SAMPLES, 1, 28, 28), torch.randint(10, (SAMPLES,))
     with tempfile.TemporaryDirectory() as folder:
         sinks = [SINKS[name][1]() for name in names]
         blocks = Blocks(sinks, block_steps, pairs)

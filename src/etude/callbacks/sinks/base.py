@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.callbacks.events import EventCallback
-from etude.callbacks.sinks.worker import Worker
+from etude.callbacks.sinks.worker import PAUSE_S, Worker
 from etude.core import ConfigError
 from etude.engine.callback import Logs, RunInfo
 from etude.monitor.events import Event, MediaLogged, MetricsEvent, Noted, RunEnded, RunStarted, StepsLogged
@@ -37,6 +37,8 @@ class SinkCallback(EventCallback):
     """Its name in configs and messages."""
     package: ClassVar[str | None] = None
     """The module that it needs; the extra of that package is called like the sink."""
+    pause_s: ClassVar[float] = PAUSE_S
+    """Seconds between two calls of `write`; a checkpoint and the end of the run do not wait for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,9 @@ class SinkCallback(EventCallback):
     def receive(self, event: Event) -> None:
         """Queue the event; at the end wait a little."""
         if isinstance(event, RunStarted):
-            self._worker = Worker(self.label, lambda: self.open_run(event), self.write, self.close_run)
+            self._worker = Worker(
+                self.label, lambda: self.open_run(event), self.write, self.close_run, pause_s=self.pause_s
+            )
             return
         if (worker := self._worker) is None or os.getpid() != self._pid:  # a fork has no thread
             return

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from etude.callbacks.monitored import resolve
-from etude.callbacks.sinks.base import SinkCallback, config_text, curve_of, curves_at, scalars
+from etude.callbacks.sinks.base import ThinnedSink, config_text, curve_of, curves_at, scalars
 from etude.callbacks.sinks.histograms import BINS, measure
 from etude.config.registry import register
 from etude.core import RunFolderError
@@ -33,19 +33,25 @@ class HistogramsMeasured(Event):
 
 
 @register("callback", "tensorboard")
-class TensorBoardLogger(SinkCallback):
+class TensorBoardLogger(ThinnedSink):
     """Writes everything to `log_dir`, in the run folder if it is a relative path: `tensorboard --logdir runs`.
 
     Scalars are grouped: train, val, epoch, speed. With `histograms_every` there are histograms of the weights and
-    gradients of every parameter every so many steps. A resumed run continues its curves.
+    gradients of every parameter every so many steps. A resumed run continues its curves. Of log points that come faster
+    than `points_per_s` only some are written: TensorBoard shows a thousand points of a curve.
     """
 
     label = "tensorboard"
     package = "tensorboard.compat.proto.event_pb2"
 
     @checked
-    def __init__(self, log_dir: str = "tensorboard", histograms_every: Annotated[int, Ge(1)] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        log_dir: str = "tensorboard",
+        histograms_every: Annotated[int, Ge(1)] | None = None,
+        points_per_s: Annotated[float, Gt(0.0)] | None = 20.0,
+    ) -> None:
+        super().__init__(points_per_s)
         self.log_dir, self.histograms_every = log_dir, histograms_every
         self._folder = Path(log_dir)
         self._pending: list[tuple[int, int, list[str], Tensor]] = []
@@ -67,6 +73,7 @@ class TensorBoardLogger(SinkCallback):
 
     def begin(self, run: RunInfo) -> None:
         """Make the folder."""
+        super().begin(run)
         self._pending = []
         self._folder = resolve(self.log_dir, run)
         self._resumed_at = run.clock.step or -1

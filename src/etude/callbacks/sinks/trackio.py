@@ -31,7 +31,7 @@ class TrackioLogger(LogsBySteps):
         name: str | None = None,
         group: str | None = None,
         space_id: str | None = None,
-        points_per_s: Annotated[float, Gt(0.0)] | None = 4.0,
+        points_per_s: Annotated[float, Gt(0.0)] | None = 1.0,
     ) -> None:
         super().__init__(points_per_s)
         self.project, self.name, self.group, self.space_id = project, name, group, space_id

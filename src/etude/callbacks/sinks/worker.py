@@ -11,7 +11,7 @@ from etude.monitor.events import Event
 MOST_EVENTS = 10_000
 """Events that wait at most; if there are more, the oldest are dropped."""
 PAUSE_S = 0.1
-"""Seconds between two batches: events that come faster are written together."""
+"""Usual seconds between two batches: events that come faster are written together."""
 
 
 class Worker:
@@ -27,8 +27,9 @@ class Worker:
         open: Callable[[], None],
         write: Callable[[list[Event]], None],
         close: Callable[[], None],
+        pause_s: float = PAUSE_S,
     ) -> None:
-        self.name = name
+        self.name, self.pause_s = name, pause_s
         self.problems: deque[str] = deque()
         self._open, self._write, self._close = open, write, close
         self._queue: deque[Event] = deque(maxlen=MOST_EVENTS)
@@ -74,7 +75,7 @@ class Worker:
             events = [self._queue.popleft() for _ in range(len(self._queue))]
             if events:
                 self._attempt("write", partial(self._write, events), "some events are lost there")
-            if not self._is_stopping and self._hurry.wait(PAUSE_S):
+            if not self._is_stopping and self._hurry.wait(self.pause_s):
                 self._hurry.clear()
         self._attempt("close", self._close, "its end is missing there")
 
