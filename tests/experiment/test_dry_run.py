@@ -1,5 +1,6 @@
 """`etude train --dry-run`: its numbers are those of a real run, for any number of processes."""
 
+import math
 import time
 
 import pytest
@@ -140,3 +141,24 @@ def test_a_missing_gpu_is_no_mistake_but_others_are(load):
         dry_run(load(), MOST_WORLD + 1)
     with pytest.raises(ConfigError, match="width"):
         dry_run(load(model={"name": "dry_model", "width": "many"}))
+
+
+@pytest.mark.parametrize("shard", [2, 4])
+def test_a_process_holds_its_shard(load, shard):
+    """Torch divides rows: the first process has the most."""
+    found = dry_run(load(parallel={"shard": shard}, optimizer={"name": "adamw", "lr": 0.1}), 8)
+    shapes = [(8, 6), (8,), (8,), (8,), (2, 8), (2,)]
+    shares = [-(-rows // shard) * math.prod(rest) for rows, *rest in shapes]
+    buffers = 8 * 4 + 8 * 4 + 8
+    assert (found.sizes.data, found.sizes.shard) == (8 // shard, shard)
+    assert found.weights == 4 * sum(shares) + buffers
+    assert found.gradients == 4 * sum(shares)
+    assert found.optimizer == 4 * (2 * sum(shares) + len(shapes))  # two averages and a counter
+    assert found.checkpoint == 4 * (3 * 90 + len(shapes)) + buffers
+    assert found.buckets == 0
+    assert dict(found.shares) == {1: 4, 2: 4}
+
+
+def test_sizes_that_do_not_fit_the_world_are_refused(load):
+    with pytest.raises(ConfigError, match="4096"):
+        dry_run(load(parallel={"shard": 3}), 4096)

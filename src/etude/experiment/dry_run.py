@@ -11,18 +11,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from etude.checkpoint.optimizer_needs import needed_state
 from etude.config import RunDraft
 from etude.core import ConfigError
 from etude.core.batch import map_tensors
+from etude.core.blocks import modules_matching, repeated_blocks
 from etude.core.model import ModelCall
 from etude.data import DataLoader
 from etude.data.order.permutation import ShuffledOrder
 from etude.data.order.sampler import share
 from etude.data.sources.streams import StreamBatches
 from etude.distributed import World
+from etude.distributed.mesh import DATA, SHARD, TENSOR, Layout
+from etude.distributed.settings import ParallelConfig, Sizes, memory_of
+from etude.distributed.sharding import divide_model
 from etude.experiment.build import Data, build_component, build_data, check_sizes
 from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
 from etude.experiment.config import ExperimentConfig
@@ -43,12 +49,17 @@ class DryRun:
     world: int
     parameters: int = 0
     trained: int = 0
+    sizes: Sizes = field(default_factory=Sizes)
     weights: int = 0
-    """Parameters and buffers."""
+    """Parameters and buffers, or the shard of them."""
     gradients: int = 0
     buckets: int = 0
     """What DistributedDataParallel needs to all-reduce the gradients."""
+    gathered: int = 0
+    """The two largest blocks, which FSDP2 gathers: one at work and the next one."""
     optimizer: int | None = None
+    checkpoint: int | None = None
+    """The size of a checkpoint, over all processes."""
     activations: int | None = None
     """What the forward pass of the model keeps for the backward pass, in float32 and without recomputation."""
     no_activations: str = ""
@@ -65,25 +76,24 @@ class DryRun:
     warnings: list[str] = field(default_factory=list)
 
     @property
-    def checkpoint(self) -> int | None:
-        """The size of a checkpoint."""
-        return None if self.optimizer is None else self.weights + self.optimizer
-
-    @property
     def memory(self) -> int | None:
         """The memory of a process, as far as it is known."""
-        parts = (self.weights, self.gradients, self.buckets, self.optimizer, self.activations)
+        parts = (self.weights, self.gradients, self.buckets, self.gathered, self.optimizer, self.activations)
         return None if None in parts else sum(one for one in parts if one is not None)
 
     def lines(self) -> Iterator[str]:
         """Return it in words."""
         many = f"{self.world:,} process{'es' * (self.world != 1)}"
         yield f"{self.name} on {many}; nothing is trained or written"
+        if self.sizes.divides_model:
+            one = self.sizes
+            yield _row("parallel", f"data {one.data:,} x shard {one.shard:,} x tensor {one.tensor:,}")
         yield _row("parameters", f"{self.parameters:,}, {self.trained:,} of them trained")
         yield _row("samples", ", ".join(f"{count:,} {name}" for name, count in self.samples.items()) or "unknown")
         if self.shares:
             sizes = " or ".join(f"{size:,}" for size in sorted(self.shares))
-            yield _row("batch", f"{self.batch_size:,} samples over all processes, {sizes} on each")
+            each = "each" if self.sizes.tensor == 1 else f"each group of {self.sizes.tensor} (parallel.tensor)"
+            yield _row("batch", f"{self.batch_size:,} samples over all processes, {sizes} on {each}")
         steps = "unknown" if self.steps_per_epoch is None else f"{self.steps_per_epoch:,} steps"
         total = "no end" if self.total_steps is None else f"{self.total_steps:,} steps"
         yield _row("epoch, run", f"{steps}, {total}")
@@ -92,6 +102,8 @@ class DryRun:
         yield _row("gradients", size_in_words(self.gradients))
         if self.buckets:
             yield _row("gradient buckets", size_in_words(self.buckets))
+        if self.gathered:
+            yield _row("gathered blocks", size_in_words(self.gathered))
         yield _row("optimizer", size_in_words(self.optimizer))
         known = f"{size_in_words(self.activations)} for {self.micro_batch:,} samples (float32, forward of the model)"
         yield _row("activations", f"unknown: {self.no_activations}" if self.activations is None else known)
@@ -115,6 +127,7 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
     data = build_data(config, World())
     model = _meta_model(config, data)
     found = DryRun(config.name, world)
+    found.sizes = _sizes(found, config.sections["parallel"], model)
     _measure_model(found, config, model)
     if (loader := data.loader("train") if isinstance(training.batch_size, int) else None) is not None:
         _measure_data(found, loader, training)
@@ -123,8 +136,8 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
         found.no_activations = "training.batch_size is no number"
         found.warnings.append(f"training.batch_size is {training.batch_size}: give a number to see shares and steps")
     found.samples = {name: len(part) for name in data.names if (part := _sized(data, name)) is not None}
-    with fake_world(world):
-        pass
+    if found.sizes.divides_model:
+        _measure_parts(found, config, model)
     return found
 
 
@@ -158,6 +171,45 @@ def _meta_model(config: ExperimentConfig, data: Data) -> nn.Module:
     return draft.model
 
 
+def _sizes(found: DryRun, settings: ParallelConfig, model: nn.Module) -> Sizes:
+    """Return how the processes divide data and model; raise ConfigError if the sizes do not fit their number."""
+    memory = None
+    if settings.shard == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        memory = memory_of(device)
+        found.warnings.append(
+            f"parallel.shard is auto, which depends on the memory of the device: this machine's {device.type} has "
+            f"{size_in_words(memory)}"
+        )
+    parameters = sum(one.numel() for one in model.parameters() if not is_lazy(one))
+    return settings.sizes(found.world, parameters, memory)
+
+
+def _measure_parts(found: DryRun, config: ExperimentConfig, model: nn.Module) -> None:
+    """Divide the model as the first process would, and measure what that holds."""
+    settings: ParallelConfig = config.sections["parallel"]
+    units = repeated_blocks(model) if settings.blocks is None else modules_matching(model, settings.blocks)
+    blocks = sorted((_bytes(model.get_submodule(name).parameters()) for name in units), reverse=True)
+    rest = found.weights - sum(blocks)
+    found.gathered = sum(sorted((*blocks, rest), reverse=True)[:2]) if found.sizes.shard > 1 else 0
+    found.gathered //= found.sizes.tensor
+    if settings.cpu_offload:
+        found.warnings.append("parallel.cpu_offload: weights, gradients and optimizer state are in host memory")
+    here = settings.model_copy(update={"cpu_offload": False})
+    with fake_world(found.world):
+        shape = (found.sizes.data, found.sizes.shard, found.sizes.tensor)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=(DATA, SHARD, TENSOR))
+        world = World(size=found.world)
+        divide_model(model, Layout(world, world, found.sizes, mesh, here), "fp32")
+        whole = found.checkpoint
+        _measure_model(found, config, model)
+        found.checkpoint = whole
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
 def _measure_model(found: DryRun, config: ExperimentConfig, model: nn.Module) -> None:
     if any(is_lazy(one) for one in model.parameters()):
         found.warnings.append("the model has lazy layers: parameters whose size its first batch decides are missing")
@@ -166,8 +218,9 @@ def _measure_model(found: DryRun, config: ExperimentConfig, model: nn.Module) ->
     found.parameters, found.trained = sum(map(Tensor.numel, params)), sum(map(Tensor.numel, trained))
     found.weights = _bytes(params) + _bytes(one for one in model.buffers() if not is_lazy(one))
     found.gradients = _bytes(trained)
-    found.buckets = found.gradients if found.world > 1 else 0
+    found.buckets = found.gradients if found.world > 1 and not found.sizes.divides_model else 0
     found.optimizer = _optimizer_bytes(config, model)
+    found.checkpoint = None if found.optimizer is None else found.weights + found.optimizer
 
 
 def _optimizer_bytes(config: ExperimentConfig, model: nn.Module) -> int | None:
@@ -179,7 +232,7 @@ def _optimizer_bytes(config: ExperimentConfig, model: nn.Module) -> int | None:
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         for param in group["params"]:
-            state = needed_state(optimizer, settings, large[id(param)])
+            state = needed_state(optimizer, settings, _local(large[id(param)]))
             if state is None:
                 return None
             total += _bytes(one for one in state.values() if isinstance(one, Tensor))
@@ -191,7 +244,7 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
     found.batch_size = size
     found.steps_per_epoch = planned_steps(training.model_copy(update={"epochs": 1, "max_steps": None}), batches)
     found.total_steps = planned_steps(training, batches)
-    source, world = loader._source, found.world
+    source, world = loader._source, found.sizes.replicas
     spans = [size]
     if isinstance(source, StreamBatches):
         spans = [span.stop - span.start for span in source.plan.spans(0, 0)]
@@ -204,19 +257,23 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
 
 
 def _share_warnings(found: DryRun) -> Iterator[str]:
-    size, world = found.batch_size or 0, found.world
+    size, world = found.batch_size or 0, found.sizes.replicas
     if idle := found.shares.get(0, 0):
         yield (
-            f"training.batch_size {size:,} is less than {world:,} processes: {idle:,} of them have no sample in a "
-            f"step; use training.batch_size={world} or more, or at most {size:,} processes"
+            f"training.batch_size {size:,} is less than {world:,} {_parts(found)}: {idle:,} of them have no sample in "
+            f"a step; use training.batch_size={world} or more, or at most {size:,} {_parts(found)}"
         )
     elif len(found.shares) > 1:
         most = max(found.shares)
         yield (
-            f"training.batch_size {size:,} is no multiple of {world:,} processes: the result is the same, but "
+            f"training.batch_size {size:,} is no multiple of {world:,} {_parts(found)}: the result is the same, but "
             f"{found.shares[min(found.shares)]:,} of them wait for the {found.shares[most]:,} that have {most:,} "
             f"samples; {size - size % world:,} or {size - size % world + world:,} would be even"
         )
+
+
+def _parts(found: DryRun) -> str:
+    return "processes" if found.sizes.tensor == 1 else f"groups of {found.sizes.tensor} processes"
 
 
 def share_sizes(count: int, world: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -273,7 +330,7 @@ def _sized(data: Data, name: str) -> Any:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(one.numel() * one.element_size() for one in map(_local, tensors))
 
 
 def size_in_words(count: int | None) -> str:
