@@ -1,6 +1,6 @@
 """Ray Train starts the processes and forms their group; each of them trains the experiment as with torchrun.
 
-    python ray_train.py lenet5/baseline 8 training.epochs=3
+python ray_train.py lenet5/baseline 8 training.epochs=3
 """
 
 import sys
