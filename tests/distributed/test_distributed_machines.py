@@ -128,7 +128,7 @@ def test_a_machine_comes_and_is_lost_and_the_run_goes_on(runs):
     """Two launchers on one machine: one process, then two, then one again."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    training = {"epochs": 1000, "max_steps": 3000, "save_every_steps": 100, "log_interval": 100}
+    training = {"epochs": 1000, "max_steps": 1500, "save_every_steps": 100, "log_interval": 100}
     straight, ended = runs.train(1, runs.write("straight", training))
     ended.ok()
     callbacks = [{"name": "toy_told", "step": -1, "seconds": 0.05}]

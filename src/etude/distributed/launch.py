@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -135,7 +135,7 @@ def launch(arguments: Sequence[str], options: LaunchOptions, complain: Callable[
             with agent.signals():
                 agent.run()
             agent.close()
-        except RendezvousError as error:
+        except (RendezvousError, dist.DistError) as error:
             if options.nodes[1] == 1:
                 raise TrainingError(f"cannot start the processes: {_cause(error)}") from error
             raise ConnectionLost(
@@ -155,7 +155,8 @@ class Agent(LocalElasticAgent):
         self._deadline = float("inf")
         self._ended: dict[int, int] = {}
         """Exit codes by rank, of those that ended first."""
-        self._server: TCPStore | None = None
+        self._server: Any = None
+        """The store of an attempt, if this is the first machine; it lives as long as it is here."""
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -184,17 +185,20 @@ class Agent(LocalElasticAgent):
             self._deadline = time.monotonic() + LAST_GRACE_S
 
     def _processes(self) -> dict[int, Any]:
-        handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers
+        context: Any = self._pcontext
+        handlers = {} if context is None else context.subprocess_handlers
         return {rank: handler.proc for rank, handler in handlers.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Agree on ranks, and on a store of this attempt: in that of the last one torch would read old addresses."""
-        super()._rendezvous(worker_group)
-        if worker_group.group_rank == 0:
-            self._server = TCPStore(worker_group.master_addr, 0, is_master=True, wait_for_workers=False)
-            worker_group.store.set("etude/store", f"{worker_group.master_addr} {self._server.port}")
-        address, port = worker_group.store.get("etude/store").decode().split()
-        worker_group.master_addr, worker_group.master_port = address, int(port)
+        with _variables(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):  # else torch tells only the first attempt's address
+            super()._rendezvous(worker_group)
+        group: Any = worker_group
+        if group.group_rank == 0:
+            self._server = dist.TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+            group.store.set("etude/store", f"{group.master_addr} {self._server.port}")
+        address, port = group.store.get("etude/store").decode().split()
+        group.master_addr, group.master_port = address, int(port)
         notice_lost_machines()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -203,7 +207,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._ended = {ranks[rank]: code for rank, code in codes.items() if code}
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._ended = self._ended or {rank: one.exitcode for rank, one in result.failures.items()}
             if self._asked or any(code in FINAL for code in self._ended.values()):
@@ -220,6 +224,11 @@ class Agent(LocalElasticAgent):
         if any(code is not None for code in codes):
             self._deadline = min(self._deadline, time.monotonic() + SAVE_GRACE_S)
         return time.monotonic() < self._deadline
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            self._complain("another machine has come; the processes save and start again with it")
+        super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch calls it so
         self._shutdown(timeout=SAVE_GRACE_S)  # torch gives them 30 seconds
@@ -306,6 +315,13 @@ def _environment(options: LaunchOptions, address: str) -> Iterator[None]:
     }
     if options.nodes[1] > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(address)):
         new["GLOO_SOCKET_IFNAME"] = name  # gloo would take what the host name stands for
+    with _variables(**new):
+        yield
+
+
+@contextlib.contextmanager
+def _variables(**new: str) -> Iterator[None]:
+    """Set variables of the environment for a while."""
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
     try:

@@ -167,8 +167,8 @@ def _meta_model(config: ExperimentConfig, data: Data) -> nn.Module:
     draft.model = on_meta(partial(build_component, config, "model", selection, **sizes))
     for feature in data.features:
         on_meta(partial(feature.after_model, draft))
-    assert draft.model is not None
-    return draft.model
+    model: nn.Module = draft.model
+    return model
 
 
 def _sizes(found: DryRun, settings: ParallelConfig, model: nn.Module) -> Sizes:
@@ -286,7 +286,8 @@ def share_sizes(count: int, world: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     assert edges[0, 0] == 0
     assert edges[-1, 1] == count
     assert (edges[1:, 0] == edges[:-1, 1]).all(), "a sample is lost, or drawn by two ranks"
-    return edges[:, 1] - edges[:, 0]
+    sizes: np.ndarray[Any, np.dtype[np.int64]] = edges[:, 1] - edges[:, 0]
+    return sizes
 
 
 def check_order(loader: DataLoader) -> None:
