@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -39,6 +40,8 @@ SAVE_GRACE_S = 300
 """Time to save and stop before a process is killed: on a signal, or when machines join or leave."""
 STORE_TIMEOUT_S = 60
 """How long the machine of the rendezvous may be silent."""
+EXPLAIN_S = 5
+"""How long a process that others have lost may take to say why it ends."""
 LAST_GRACE_S = 10
 """Time to end after the second signal."""
 RESUME = "a run can be continued from its last checkpoint by `etude resume`"
@@ -153,6 +156,7 @@ class Agent(LocalElasticAgent):
         self._asked = 0
         """Signals received."""
         self._deadline = float("inf")
+        self._lost_since: float | None = None
         self._ended: dict[int, int] = {}
         """Exit codes by rank, of those that ended first."""
         self._server: Any = None
@@ -195,7 +199,7 @@ class Agent(LocalElasticAgent):
             super()._rendezvous(worker_group)
         group: Any = worker_group
         if group.group_rank == 0:
-            self._server = dist.TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+            self._server = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
             group.store.set("etude/store", f"{group.master_addr} {self._server.port}")
         address, port = group.store.get("etude/store").decode().split()
         group.master_addr, group.master_port = address, int(port)
@@ -203,7 +207,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {rank: process.poll() for rank, process in self._processes().items()}
-        if self._asked and self._may_go_on(list(codes.values())):
+        if (self._asked and self._may_go_on(list(codes.values()))) or self._is_explained_soon(list(codes.values())):
             return RunResult(state=WorkerState.HEALTHY)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._ended = {ranks[rank]: code for rank, code in codes.items() if code}
@@ -224,6 +228,15 @@ class Agent(LocalElasticAgent):
         if any(code is not None for code in codes):
             self._deadline = min(self._deadline, time.monotonic() + SAVE_GRACE_S)
         return time.monotonic() < self._deadline
+
+    def _is_explained_soon(self, codes: list[int | None]) -> bool:
+        """Whether processes have ended only because they lost one that is still busy ending, maybe by a mistake."""
+        ended = {code for code in codes if code is not None}
+        if self._asked or None not in codes or ended != {ConnectionLost.exit_code}:
+            self._lost_since = None
+            return False
+        self._lost_since = time.monotonic() if self._lost_since is None else self._lost_since
+        return time.monotonic() < self._lost_since + EXPLAIN_S
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:

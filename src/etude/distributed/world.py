@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etude.core import errors
-from etude.core.errors import ConfigError, ConnectionLost, EtudeError
+from etude.core.errors import ConfigError, ConnectionLost, EtudeError, TrainingError
 from etude.distributed.network import notice_lost_machines
 from etude.launched import SHAPE, is_launched
 
@@ -267,8 +267,9 @@ def failing_together(world: World) -> Iterator[None]:
             f"process {world.rank} of {world.size} lost the connection to another process, which was killed or "
             "failed; resume from the last checkpoint"
         )
-        # a launcher of ours knows better which process ended, and why
+        # A launcher of ours knows better which process ended, and why; it looks at the exit code.
         lost.reported_elsewhere = not first or is_launched()
+        lost.exit_code = lost.exit_code if is_launched() else TrainingError.exit_code
         raise lost from error
     except BaseException:
         world.claim("failure")  # its traceback is printed, or it is Ctrl-C
