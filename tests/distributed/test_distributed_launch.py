@@ -159,7 +159,7 @@ def test_processes_killed_at_random_moments_are_restarted_and_end_with_the_same_
                 os.kill(moments.choice(pids), signal.SIGKILL)
                 killed += 1
     code, out, err = end(launcher)
-    assert code == 0, (out, err)
+    assert code == 0, "\n".join([out, *err])
     assert killed >= min(kills, 2)
     restarts = [line for line in err if re.search(r"was killed by SIGKILL .*restart \d+ of", line)]
     assert len(restarts) == killed, err
