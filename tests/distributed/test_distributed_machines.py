@@ -12,7 +12,13 @@ import pytest
 from distributed_runs import TIMEOUT_S, without_announcements
 
 from etude.core.errors import ConfigError
-from etude.distributed.network import PEER_TIMEOUT_S, interface_of, local_address, parse_endpoint
+from etude.distributed.network import (
+    PEER_TIMEOUT_S,
+    interface_of,
+    local_address,
+    notice_lost_machines,
+    parse_endpoint,
+)
 from run_files import records
 
 pytestmark = pytest.mark.distributed
@@ -115,6 +121,31 @@ def test_an_endpoint_tells_the_address_of_this_machine():
     if sys.platform == "linux":
         assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_connections_to_other_machines_get_a_time_limit_and_no_file_stays_open():
+    address = next((one for one in _addresses() if not one.startswith("127.")), None)
+    if address is None:
+        pytest.skip("this machine has no network")
+    option = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    with (
+        socket.create_server((address, 0)) as server,
+        socket.create_connection(server.getsockname()) as far,
+        socket.create_server(("127.0.0.1", 0)) as own,
+        socket.create_connection(own.getsockname()) as near,
+    ):
+        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        notice_lost_machines()
+        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+        assert far.getsockopt(*option) == 1000 * PEER_TIMEOUT_S
+        assert far.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert near.getsockopt(*option) == 0
+
+
+def _addresses():
+    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
+    return [one for one in found if ":" not in one]
 
 
 @pytest.mark.parametrize("endpoint", ["node1", "node1:", ":29400", "node1:0", "node1:99999", "node1:http"])

@@ -4,9 +4,11 @@ import contextlib
 import ipaddress
 import os
 import socket
+import stat
 import struct
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from etude.core.errors import ConfigError, ConnectionLost
@@ -101,8 +103,11 @@ def notice_lost_machines() -> None:
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PEER_TIMEOUT_S),
     )
     for path in Path("/proc/self/fd").iterdir():
-        # no socket, no peer, or closed by now
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(path.name))) as one:
+        # no peer, or closed by now
+        with contextlib.suppress(OSError, ValueError), ExitStack() as stack:
+            if not stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                continue
+            one = stack.enter_context(socket.socket(fileno=os.dup(int(path.name))))
             is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
             if is_tcp and not ipaddress.ip_address(one.getpeername()[0].partition("%")[0]).is_loopback:
                 for option in options:
