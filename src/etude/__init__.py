@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         StepReport as StepReport,
         Task,
     )
+    from etude.core.deferred import deferred_weights as deferred_weights
     from etude.core.random import set_seed
     from etude.data import (
         BatchSampler as BatchSampler,

@@ -45,6 +45,8 @@ class ParallelConfig(SectionModel):
     """Pattern of the modules that are gathered one at a time; by default the repeated blocks of the model."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a block after its forward pass; false: keep them, for less communication."""
+    meta_device: bool = False
+    """Make the model without memory for its weights, and draw those of each process once it is divided."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, and update them there; CUDA only."""
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -70,6 +72,8 @@ class ParallelConfig(SectionModel):
             of_shards = ("blocks", "reshard_after_forward", "cpu_offload", "param_dtype", "reduce_dtype")
             if changed := [name for name in of_shards if getattr(self, name) != fields[name].default]:
                 raise ValueError(f"{changed[0]} is for sharded weights, but shard is 1; set shard to 2 or more")
+        if self.shard == 1 and self.tensor == 1 and self.meta_device:
+            raise ValueError("meta_device is for a model that processes divide; set shard or tensor to 2 or more")
         if self.tensor == 1 and self.tensor_plan is not None:
             raise ValueError("tensor_plan divides layers over processes, but tensor is 1; set tensor to 2 or more")
         return self

@@ -12,12 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from etude.core.blocks import modules_matching, repeated_blocks
+from etude.core.deferred import Recording, key_of
 from etude.core.errors import ConfigError
 from etude.distributed.mesh import Layout
+from etude.distributed.shards import is_sharded, local_of, part_of
 from etude.distributed.tensor_parallel import divide_layers
 from etude.distributed.world import World, run_collective
 
@@ -25,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LocalParameter(nn.Parameter):
-    """The local shard of a parameter, as an optimizer sees it."""
+    """The local shard of a parameter, as an optimizer sees it (see `shards.py`)."""
 
     sharded: DTensor
     """The parameter of the model."""
@@ -56,6 +65,8 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
     for name in _blocks(model, settings.blocks):
         fully_shard(model.get_submodule(name), reshard_after_forward=settings.reshard_after_forward, **options)
     fully_shard(model, **options)
+    if callable(getattr(model, "generate", None)):  # it runs layers without calling the model
+        register_fsdp_forward_method(model, "generate")
     # A block of ours returns a view, which nothing changes in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPTransformerBlock\) returned a view")
 
@@ -67,6 +78,37 @@ def _blocks(model: nn.Module, pattern: str | None) -> list[str]:
         return found
     names = ", ".join(name for name, _ in model.named_children())
     raise ConfigError(f"parallel.blocks: no module matches '{pattern}' in {type(model).__name__}, which has {names}")
+
+
+class DeferredWeights:
+    """The weights of a model that has no memory for them yet; made before it is divided, drawn afterwards."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        """Raise ConfigError if it is not known what initialises a weight."""
+        self._model, self._recording = model, recording
+        self._places = {
+            key_of(param): (name, (param.shape, param.stride(), param.storage_offset()))
+            for name, param in model.named_parameters()
+            if param.is_meta
+        }
+        known = recording.keys()
+        if missing := [name for key, (name, _) in self._places.items() if key not in known]:
+            raise ConfigError(
+                f"it is not known what initialises {missing[0]}, so it cannot be deferred; set parallel.meta_device to "
+                "false"
+            )
+
+    @torch.no_grad()
+    def draw(self, device: torch.device, world: World) -> None:
+        """Give every process its part of the weights, on its device. All processes must call this together."""
+        self._model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
+        state = self._recording.random_state.clone()
+        run_collective(lambda alias: dist.broadcast(alias, src=0, group=world.host_group), state)
+        for key, values in self._recording.draw(state):
+            if key in self._places:
+                name, view = self._places[key]
+                param = self._model.get_parameter(name)
+                local_of(param.detach()).copy_(part_of(values.as_strided(*view), param))
 
 
 def reshard(model: nn.Module) -> None:
@@ -89,11 +131,10 @@ class Shards:
         self._probes: list[tuple[dict[str, Any], str, DTensor]] = []
         """Where modules hold their sharded parameters."""
         for module in model.modules():
-            for name, held in module._parameters.items():
-                if isinstance(held, DTensor):
-                    self._probes.append((module._parameters, name, held))
+            places: dict[str, Any] = module._parameters
+            self._probes += [(places, name, one) for name, one in places.items() if is_sharded(one)]
         for param in model.parameters():
-            if isinstance(param, DTensor):
+            if is_sharded(param):
                 local = LocalParameter(param.to_local().detach(), requires_grad=param.requires_grad)
                 local.sharded = param
                 self._sharded.append(local)

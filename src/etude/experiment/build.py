@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import torch
 
 from etude.config import Feature, RunDraft, Selection, build_selection
 from etude.core import CheckpointError, ConfigError, DataError
+from etude.core.deferred import deferred_weights
 from etude.core.random import set_seed
 from etude.core.spelling import shorten
 from etude.data import DataLoader, DataLoaderFactory, DataSplits
@@ -170,7 +172,8 @@ def build_trainer(
         built = build_component(config, "training.batch_transform", transform, **sizes)
         training = training.model_copy(update={"batch_transform": built})
     set_seed(training.seed)
-    with making_model(torch.device("cpu")):
+    deferred = config.sections["parallel"].meta_device
+    with making_model(torch.device("cpu")), deferred_weights() if deferred else nullcontext():
         draft.model = build_component(config, "model", selection, **sizes)
     # the trainer makes the loaders itself if it must find the size of batches
     loader: Any = (lambda name: getattr(data.splits, name)) if training.batch_size == "auto" else data.loader

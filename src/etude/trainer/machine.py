@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from etude.core import ConfigError, Loader, Task
 from etude.core.arguments import as_device
 from etude.core.blocks import repeated_blocks
+from etude.core.deferred import recording_of
 from etude.distributed import World, join_world
 from etude.distributed.mesh import Layout, make_layout
 from etude.distributed.parallel import share_weights
@@ -120,9 +121,15 @@ class Machine:
 
     def place(self, model: nn.Module, config: TrainerConfig) -> None:
         """Move a model to the device; recompute its activations and compile it if the config says so."""
-        model.to(self.device)
-        if self.layout.sizes.divides_model:
-            share_weights(model, self.world)
+        if recording_of(model) is not None:
+            if not self.layout.sizes.divides_model:
+                raise ConfigError(
+                    "a model with deferred weights must be divided: set parallel to fsdp, or make it plainly"
+                )
+        else:
+            model.to(self.device)
+            if self.layout.sizes.divides_model:
+                share_weights(model, self.world)
         if config.recomputed_blocks is not None:
             recompute_activations(model, **config.recomputed_blocks)
         if self.compiled(config.compile) == "model":

@@ -12,6 +12,7 @@ from etude.callbacks import LRSchedule
 from etude.config import lookup
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
+from etude.core.deferred import recording_of
 from etude.distributed.parallel import wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
@@ -95,10 +96,18 @@ def _divide(
     """Divide the model over the processes, if the layout says so; return the optimizer for it, and the shards."""
     if not machine.layout.sizes.divides_model:
         return optimizer, None
-    from etude.distributed.sharding import Shards, divide_model, follow_shards  # it takes long to import
+    from etude.distributed.sharding import (  # takes long to import
+        DeferredWeights,
+        Shards,
+        divide_model,
+        follow_shards,
+    )
 
-    names = names_of(model)
+    names, recording = names_of(model), recording_of(model)
+    deferred = None if recording is None else DeferredWeights(model, recording)
     divide_model(model, machine.layout, machine.precision.name, task.used_outside(model))
+    if deferred is not None:
+        deferred.draw(machine.device, machine.world)
     shards = Shards(model, machine.data_world)
     follow_shards(optimizer, names, model, shards)
     return optimizer, shards
