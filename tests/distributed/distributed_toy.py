@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 
 import torch
 import torch.nn.functional as F
@@ -211,6 +212,38 @@ class SignalLauncherAt(At):
         os.kill(os.getppid(), getattr(signal, self.signal_name))
         os.read(reader, 1)
         signal.set_wakeup_fd(-1)
+
+
+@register("callback", "toy_told")
+class ToldAt(At):
+    """Prints that the training has begun, and then takes its time for every step, or forever."""
+
+    def __init__(self, step: int = 3, seconds: float = 0.01, forever: bool = False) -> None:
+        super().__init__(step)
+        self.seconds, self.forever = seconds, forever
+
+    def on_step_end(self, report):
+        super().on_step_end(report)
+        time.sleep(self.seconds)
+        while self.forever and self.run.clock.step >= self.step:
+            time.sleep(0.01)
+
+    def act(self):
+        print("training", flush=True)
+
+
+@register("callback", "toy_kill")
+class KillAt(Callback):
+    """Kills the last process before the first step or after the one that a variable names: restarts may differ."""
+
+    def on_train_begin(self, run):
+        self.run, self.step = run, os.environ.get("TOY_KILL_AT")
+        self.is_last = int(os.environ.get("WORLD_SIZE", "1")) == RANK + 1
+        self.on_step_end(None)
+
+    def on_step_end(self, report):
+        if self.is_last and str(self.run.clock.step) == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @register("callback", "toy_spoil")

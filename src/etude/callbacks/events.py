@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -58,7 +59,9 @@ class EventCallback(Callback):
         """Pass on the start or the resume."""
         self._clock, self._epoch = run.clock, run.clock.epoch
         known = [one for one in run.model.parameters() if not isinstance(one, UninitializedParameter)]
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         words = f"resumed at step {run.clock.step}" if run.resumed else "started"
+        words += f" by {run.processes} processes" * (run.processes > 1) + f", restart {restart}" * (restart > 0)
         self.receive(
             RunStarted(
                 **self._place(),
@@ -66,6 +69,8 @@ class EventCallback(Callback):
                 name=run.name,
                 device=str(run.device),
                 resumed=run.resumed,
+                processes=run.processes,
+                restart=restart,
                 total_steps=run.total_steps,
                 total_epochs=run.total_epochs,
                 steps_per_epoch=run.steps_per_epoch,

@@ -60,7 +60,7 @@ class RunRecorder(EventCallback):
         paths = (self.folder.metrics_path, self.folder.media_path, self.folder.events_path)
         records = (record for path in paths for record in read_jsonl(path))
         self._written = {_identity(record) for record in records if record.get("step") == step} - {None}
-        self._heartbeat = Heartbeat(self.folder.status_path, run.clock, run.total_steps, run.best)
+        self._heartbeat = Heartbeat(self.folder.status_path, run.clock, run.total_steps, run.best, run.processes)
         super().on_train_begin(run)
 
     def on_validation_begin(self, epoch: int) -> None:

@@ -13,11 +13,13 @@ from typer.core import TyperGroup
 from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
 from etude.cli.find_lr import find_lr
+from etude.cli.launch import ARGUMENTS, launchable
 from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
 from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
 from etude.cli.schedule import schedule_app
 from etude.cli.sweep import sweep_app
+from etude.launched import end_with_launcher
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -47,6 +49,11 @@ class Commands(TyperGroup):
                 single = typer.Typer(rich_markup_mode=None, add_completion=False)
                 single.command(name)(getattr(room, name))
                 self.commands[name] = typer.main.get_command(single)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the arguments for processes that run the same command."""
+        ctx.meta[ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command."""
@@ -102,14 +109,24 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No live display.")]
 
 
 @app.command()
+@launchable
 def train(
     experiment: Experiment,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder [default: runs/EXPERIMENT/TIME].")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an existing run in the run folder.")] = False,
     quiet: Quiet = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check it and say what it needs.")] = False,
+    world: Annotated[int | None, typer.Option(help="With --dry-run: processes, here or not.")] = None,
 ) -> None:
     """Train an experiment in a new run folder."""
+    if world is not None and not dry_run:
+        raise typer.BadParameter("it is for --dry-run; --nproc starts processes", param_hint="--world")
+    if dry_run:
+        config = _load("load_experiment_config")(experiment, overrides=overrides or [])
+        found = _load("dry_run", "etude.experiment.dry_run")(config, 1 if world is None else world)
+        print("\n".join(found.lines()))
+        return
     outcome = _load("train_experiment")(
         experiment, overrides or [], run_dir=run_dir, overwrite=overwrite, progress=not quiet
     )
@@ -117,6 +134,7 @@ def train(
 
 
 @app.command()
+@launchable
 def resume(
     run_dir: RunDir, overrides: Overrides = None, quiet: Quiet = False, import_class: ImportClass = False
 ) -> None:
@@ -125,6 +143,7 @@ def resume(
 
 
 @app.command()
+@launchable
 def evaluate(
     run_dir: RunDir,
     overrides: Overrides = None,
@@ -149,6 +168,7 @@ def evaluate(
 
 
 @app.command()
+@launchable
 def predict(
     run_dir: RunDir,
     data: Annotated[Path, typer.Option(help="A file or folder like the training's; labels are not needed.")],
@@ -297,6 +317,7 @@ def _print_metrics(metrics: dict[str, float]) -> None:
 
 def main() -> None:
     """Run the command line."""
+    end_with_launcher()
     logger = logging.getLogger("etude")
     if not any(isinstance(handler, (WarningLines, logging.NullHandler)) for handler in logger.handlers):
         logger.addHandler(WarningLines(logging.WARNING) if is_main() else logging.NullHandler())

@@ -49,7 +49,7 @@ def run(
         int | None, typer.Option(min=1, help="Number of trials of the whole sweep [default: all of a grid].")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Trials at the same time [default: 1].")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes of a trial, by torchrun [default: 1].")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes of a trial [default: 1].")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of a trial; their mean counts [default: 1].")] = None,
     metric: Annotated[str | None, typer.Option(help="What is compared [default: the monitored one].")] = None,
     mode: Annotated[str | None, typer.Option(help="min or max, where the name of the metric does not tell.")] = None,

@@ -27,3 +27,9 @@ class RunFolderError(EtudeError, OSError):
 
 class TrainingError(EtudeError, RuntimeError):
     """Training cannot continue: non-finite values, out of memory, or a loss that does not fit the model."""
+
+
+class ConnectionLost(TrainingError):
+    """Another process of the run cannot be reached: retrying may go better, so launchers restart the processes."""
+
+    exit_code = 75

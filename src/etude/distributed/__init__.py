@@ -1,11 +1,11 @@
 """Processes of one run: joining them, reductions over ranks, and data parallelism."""
 
-from etude.distributed.world import World, before_joining, join_world, launcher, leave_world
+from etude.distributed.world import World, before_joining, join_world, launched_command, leave_world
 
 __all__ = [
     "World",
     "before_joining",
     "join_world",
-    "launcher",
+    "launched_command",
     "leave_world",
 ]

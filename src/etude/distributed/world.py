@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etude.core import errors
-from etude.core.errors import ConfigError, EtudeError, TrainingError
+from etude.core.errors import ConfigError, ConnectionLost, EtudeError, TrainingError
 from etude.distributed.agreement import check_versions
+from etude.distributed.network import notice_lost_machines
 from etude.distributed.rank_log import RankLog
+from etude.launched import SHAPE, is_launched
 
 T = TypeVar("T")
 
@@ -221,7 +223,7 @@ def _error_of_another_rank(text: str) -> EtudeError:
 
 _joined: World | None = None
 """The processes that this one has joined."""
-HINT = "start them with `torchrun --nproc-per-node N -m etude train …`"
+HINT = "start them with `etude train … --nproc N`"
 
 
 def join_world(device_type: str) -> World:
@@ -247,6 +249,8 @@ def join_world(device_type: str) -> World:
             raise ConfigError(f"cannot join the {size} processes of this run ({error}); {HINT}") from error
         atexit.register(leave_world)  # for scripts that do not leave the group themselves
     host_group = dist.group.WORLD if device is None else dist.new_group(backend="gloo")
+    if os.environ.get("LOCAL_WORLD_SIZE", str(size)) != str(size):
+        notice_lost_machines()
     _joined = World(rank, size, local_rank, host_group, dist.distributed_c10d._get_default_store())
     _joined.log = RankLog(_joined)
     _joined.log.attach()
@@ -264,16 +268,18 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def launcher(world: World) -> str:
-    """Return the launcher command to put before `etude` to start the same number of processes.
+def launched_command(world: World, command: str) -> str:
+    """Return an `etude` command such that it starts the same number of processes, in the same way.
 
-    >>> launcher(World()) + "etude resume RUN_DIR", launcher(World(size=2)) + "etude resume RUN_DIR"
+    >>> launched_command(World(), "etude resume RUN_DIR"), launched_command(World(size=2), "etude resume RUN_DIR")
     ('etude resume RUN_DIR', 'torchrun --nproc-per-node 2 -m etude resume RUN_DIR')
     """
+    if is_launched():
+        return f"{command} {os.environ[SHAPE]}"
     if world.size == 1:
-        return ""
+        return command
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(world.size)) == str(world.size)
-    return f"torchrun {f'--nproc-per-node {world.size}' if is_one_machine else '…'} -m "
+    return f"torchrun {f'--nproc-per-node {world.size}' if is_one_machine else '…'} -m {command}"
 
 
 @contextmanager
@@ -305,11 +311,13 @@ def failing_together(world: World) -> Iterator[None]:
         first = world.claim("failure")
         if not _is_lost_connection(error):
             raise
-        lost = TrainingError(
+        lost = ConnectionLost(
             f"process {world.rank} of {world.size} lost the connection to another process, which was killed or "
             "failed; resume from the last checkpoint"
         )
-        lost.reported_elsewhere = not first
+        # A launcher of ours knows better which process ended, and why; it looks at the exit code.
+        lost.reported_elsewhere = not first or is_launched()
+        lost.exit_code = lost.exit_code if is_launched() else TrainingError.exit_code
         raise lost from error
     except BaseException:
         _print_warnings(world)

@@ -80,6 +80,8 @@ class RunInfo:
     is_main: bool = True
     """True on the one process that writes files and prints."""
     resumed: bool = False
+    processes: int = 1
+    """Processes that train together."""
     best: Best | None = None
     """The metric by which the run is judged, with its last and its best value so far; None if there is none."""
     divides_model: bool = False

@@ -128,7 +128,7 @@ def _load(config: ExperimentConfig, where: str) -> DataSplits:
 
 
 def _build_splits(config: ExperimentConfig, path: str, selection: Selection) -> DataSplits:
-    splits = _build(config, path, selection)
+    splits = build_component(config, path, selection)
     if not isinstance(splits, DataSplits):
         raise ConfigError(f"data '{selection.component.name}' must return DataSplits, got {type(splits).__name__}")
     return splits
@@ -166,15 +166,15 @@ def build_trainer(
     sizes = data.splits.model_sizes()
     if draft.vocab_size is not None:
         sizes["vocab_size"] = draft.vocab_size
-    _check_sizes(config, selection, sizes)
+    check_sizes(config, selection, sizes)
     draft.facts["model_sizes"] = sizes
     if isinstance(transform := training.batch_transform, Selection):
-        built = _build(config, "training.batch_transform", transform, **sizes)
+        built = build_component(config, "training.batch_transform", transform, **sizes)
         training = training.model_copy(update={"batch_transform": built})
     set_seed(training.seed)
     deferred = config.sections["parallel"].meta_device
     with making_model(torch.device("cpu")), deferred_weights() if deferred else nullcontext():
-        draft.model = _build(config, "model", selection, **sizes)
+        draft.model = build_component(config, "model", selection, **sizes)
     # the trainer makes the loaders itself if it must find the size of batches
     loader: Any = (lambda name: getattr(data.splits, name)) if training.batch_size == "auto" else data.loader
     train_loader = loader("train")
@@ -185,7 +185,9 @@ def build_trainer(
     sections = config.sections.get("callbacks") or []
     known = {} if data.splits.tokenizer is None else {"tokenizer": str(data.splits.tokenizer)}
     draft.facts |= known
-    draft.callbacks += [_build(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)]
+    draft.callbacks += [
+        build_component(config, f"callbacks.{place}", one, **known) for place, one in enumerate(sections)
+    ]
     draft.callbacks += callbacks
     classes = data.splits.facts.get("classes") if data.splits.facts else None
     named = {} if classes is None else {"class_names": classes}
@@ -200,12 +202,12 @@ def build_trainer(
         config=training,
         optimizer=AdamW
         if optimizer is None
-        else lambda params: _build(config, "optimizer", optimizer, params=params),
+        else lambda params: build_component(config, "optimizer", optimizer, params=params),
         scheduler=None if scheduler is None else PlannedSchedule(scheduler, config.document),
-        loss=None if loss is None else _build(config, "loss", loss, **draft.given),
-        val_loss=None if val_loss is None else _build(config, "validation_loss", val_loss, **draft.given),
+        loss=None if loss is None else build_component(config, "loss", loss, **draft.given),
+        val_loss=None if val_loss is None else build_component(config, "validation_loss", val_loss, **draft.given),
         metrics=[
-            _build(config, f"metrics.{place}", one, **named)
+            build_component(config, f"metrics.{place}", one, **named)
             for place, one in enumerate(config.sections.get("metrics") or [])
         ],
         callbacks=draft.callbacks,
@@ -257,7 +259,7 @@ def flat(facts: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str, Any]) -> None:
+def check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str, Any]) -> None:
     """Refuse a model that lacks a required size, or whose vocabulary is smaller than that of the data."""
     parameters = inspect.signature(model.component.factory).parameters
     for name in MODEL_SIZES:
@@ -275,5 +277,6 @@ def _check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str,
         )
 
 
-def _build(config: ExperimentConfig, path: str, selection: Selection, **provided: Any) -> Any:
+def build_component(config: ExperimentConfig, path: str, selection: Selection, **provided: Any) -> Any:
+    """Build a component of a config; `provided` are values that it may take besides its own."""
     return build_selection(selection, path=path, document=config.document, provided=provided)

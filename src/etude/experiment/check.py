@@ -46,13 +46,13 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
     data_key(config)
     vocab_size = selection.arguments.get("vocab_size") or _ANY["vocab_size"]
     draft = RunDraft(config.sections, config.document, vocab_size=vocab_size)
-    draft.model = _on_meta(lambda: _build(config, "model", selection))
+    draft.model = on_meta(lambda: _build(config, "model", selection))
     if not isinstance(draft.model, nn.Module):
         raise ConfigError(f"{config.document.place('model')}: {selection.component.name} did not return an nn.Module")
     sections: list[Selection] = config.sections.get("callbacks") or []
     callbacks = [_build(config, f"callbacks.{place}", one) for place, one in enumerate(sections)]
     for feature in config.features:
-        _on_meta(partial(feature.after_model, draft))
+        on_meta(partial(feature.after_model, draft))
     strategies: dict[str, Any] = {}
     for key in ("loss", "validation_loss"):
         loss = config.selection(key)
@@ -66,7 +66,7 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
     CallbackList(listed).bind(RunParts(model, task))
     if (blocks := config.training.recomputed_blocks) is not None:
         recompute_activations(model, **blocks)
-    optimizer = _small_optimizer(config, model)
+    optimizer = small_optimizer(config, small_weights(model))
     if (scheduler := config.selection("scheduler")) is not None:
         # A run has at most `max_steps`; otherwise its length depends on the data.
         schedule = _build(config, "scheduler", scheduler, total_steps=config.training.max_steps or _MANY_STEPS)
@@ -77,10 +77,14 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _small_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer on small weights with the same number of dimensions as the model's."""
+def small_weights(model: nn.Module) -> "SmallWeights":
+    """Return small weights with the names and numbers of dimensions of the model's, in their order."""
+    return SmallWeights({name: _weight_like(one) for name, one in model.named_parameters()})
+
+
+def small_optimizer(config: ExperimentConfig, small: "SmallWeights") -> torch.optim.Optimizer:
+    """Build the optimizer on small weights."""
     selection = config.selection("optimizer")
-    small = _Small({name: _weight_like(one) for name, one in model.named_parameters()})
 
     def build(params: Any) -> Any:
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
@@ -88,7 +92,7 @@ def _small_optimizer(config: ExperimentConfig, model: nn.Module) -> torch.optim.
     return make_optimizer(build, small, config.sections["training"])
 
 
-class _Small(nn.Module):
+class SmallWeights(nn.Module):
     """Small weights under the names of a model's."""
 
     def __init__(self, weights: dict[str, nn.Parameter]) -> None:
@@ -97,6 +101,7 @@ class _Small(nn.Module):
         self.names = list(weights)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return them under the names of the model's."""
         return zip(self.names, self.weights, strict=True)
 
 
@@ -105,7 +110,7 @@ def _weight_like(weight: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=weight.dtype), requires_grad=weight.requires_grad)
 
 
-def _on_meta(make: Callable[[], Any]) -> Any:
+def on_meta(make: Callable[[], Any]) -> Any:
     """Build without memory for weights; if that fails, build normally, and errors of that are mistakes."""
     try:
         with torch.device("meta"):

@@ -15,13 +15,15 @@ from etude.checkpoint import (
     newest_intact,
 )
 from etude.core import ConfigError, DataError, RunFolderError
+from etude.core.errors import EtudeError
 from etude.core.monitor import Best
-from etude.distributed import World, before_joining, launcher
+from etude.distributed import World, before_joining, launched_command
 from etude.distributed.agreement import check_same
 from etude.experiment.build import build_trainer, flat
 from etude.experiment.config import ExperimentConfig, load_config, load_experiment_config
 from etude.experiment.opened import joined_world
 from etude.experiment.python_run import PythonRun, python_run
+from etude.experiment.restart import Launch, is_restart
 from etude.monitor import RunFolder, default_run_dir
 from etude.monitor.environment import commit
 from etude.trainer import Trainer
@@ -57,7 +59,10 @@ def train_experiment(
     overwrite: bool = False,
     progress: bool = True,
 ) -> RunOutcome:
-    """Train an experiment in a new run folder and return the outcome."""
+    """Train an experiment in a new run folder and return the outcome.
+
+    Processes that an elastic launcher has restarted continue the run that they had begun.
+    """
     with before_joining():
         config = (
             experiment
@@ -66,7 +71,14 @@ def train_experiment(
         )
     with joined_world(config.training.device) as world:
         _check_same(world, config)
-        folder = _made_by_main(world, lambda: _new_folder(config, run_dir, overwrite))
+        launch = Launch.of(world)
+        begun = launch.begun(config, run_dir)
+        if begun is not None and world.host_max([int(begun.holds_run)])[0]:
+            launch.note(begun)
+            begun.place_checkpoints(config.training.checkpoint_dir)
+            return _continue(config, begun, world, progress=progress)
+        place = run_dir if begun is None else begun.path  # lost before it had a config
+        folder = _made_by_main(world, lambda: launch.note(_new_folder(config, place, overwrite)))
         folder.place_checkpoints(config.training.checkpoint_dir)
         with _held(folder, world):
             there = {path.name for path in folder.path.iterdir()}
@@ -78,7 +90,8 @@ def train_experiment(
             except Exception as error:
                 began = trainer is not None and trainer.state.clock.step > 0
                 mistaken = isinstance(error, (ConfigError, DataError))
-                if world.is_main and (mistaken or not began) and not folder.is_used:
+                lost = bool(launch.launchers) and not isinstance(error, EtudeError)  # the next attempt continues here
+                if world.is_main and (mistaken or not (began or lost)) and not folder.is_used:
                     _undo(folder, there, own=run_dir is None)
                 raise
 
@@ -99,15 +112,30 @@ def resume_run(
         return _resume_python(python, overrides, progress)
     before = folder.checkpoints_path
     folder.place_checkpoints(config.training.checkpoint_dir)
-    with joined_world(config.training.device) as world, _held(folder, world):
+    with joined_world(config.training.device) as world:
         _check_same(world, config)
-        world.attempt(lambda: _take_checkpoints(folder, before), here=world.is_main)
+        return _continue(config, folder, world, overrides, before=before, progress=progress)
+
+
+def _continue(
+    config: ExperimentConfig,
+    folder: RunFolder,
+    world: World,
+    overrides: Sequence[str] = (),
+    *,
+    before: Path | None = None,
+    progress: bool = True,
+) -> RunOutcome:
+    """Continue a run in its folder; `before` is where its checkpoints were, if that may have changed."""
+    with _held(folder, world):
+        world.attempt(lambda: _take_checkpoints(folder, before or folder.checkpoints_path), here=world.is_main)
         trainer = build_trainer(config, folder=folder, world=world, progress=progress)
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
         if path := world.share_text(str(found or "")):
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
-        _refuse_finished(trainer, folder, overrides)
+        if not is_restart():  # a process may also be lost when the run has finished
+            _refuse_finished(trainer, folder, overrides)
         return _run(trainer, folder)
 
 
@@ -195,7 +223,8 @@ def _held(folder: RunFolder, world: World) -> Iterator[None]:
 
 
 def _resume_command(folder: RunFolder, world: World) -> str:
-    return f"{launcher(world) or _folder_of_command()}etude resume {quote(str(folder.path))}"
+    prefix = _folder_of_command() if world.size == 1 else ""
+    return launched_command(world, f"{prefix}etude resume {quote(str(folder.path))}")
 
 
 def _folder_of_command() -> str:
@@ -212,9 +241,9 @@ def _undo(folder: RunFolder, there: Collection[str], *, own: bool) -> None:
     The same command then works once the mistake is fixed, and nothing looks like a resumable run. Files that were
     `there` before stay. With `own` the folder itself was created for this run.
     """
-    written = (folder.config_path, folder.environment_path, folder.diff_path, folder.events_path)
+    written = (folder.config_path, folder.environment_path, folder.diff_path, folder.events_path, folder.launch_path)
     for path in (*written, folder.status_path, folder.metrics_path, folder.media_path):
-        if path.name not in there:
+        if path.name not in there or path == folder.launch_path:
             path.unlink(missing_ok=True)
     files = [path for path in folder.path.rglob("*") if not path.is_dir()]
     if own and set(files) <= {folder.lock_path}:

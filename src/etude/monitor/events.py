@@ -44,6 +44,10 @@ class RunStarted(Event):
     name: str = ""
     device: str = ""
     resumed: bool = False
+    processes: int = 1
+    """Processes that train together."""
+    restart: int = 0
+    """How often an elastic launcher has restarted the processes after losing one."""
     total_steps: int | None = None
     total_epochs: int | None = None
     steps_per_epoch: int | None = None

@@ -27,10 +27,11 @@ class Heartbeat:
         clock: Clock,
         total_steps: int | None = None,
         best: Best | None = None,
+        processes: int = 1,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self.path, self._clock, self._total_steps, self._interval_s = path, clock, total_steps, interval_s
-        self._best = best
+        self._best, self._processes = best, processes
         self.activity = "training"
         """What the run does: training, validating, saving."""
         self._step, self._step_time = clock.step, time.time()
@@ -70,6 +71,7 @@ class Heartbeat:
             "steps_per_s": rate,
             "interval_s": self._interval_s,
             "pid": os.getpid(),
+            "processes": self._processes,
             **(judged(self._best) if self._best is not None else {}),
         }
         temporary = self.path.with_name(f".{self.path.name}.tmp")

@@ -24,7 +24,7 @@ PATIENCE = 4
 """Missing heartbeats after which a run counts as lost."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("time", "step_time", "steps_per_s", "interval_s"), (int, float)),
-    **dict.fromkeys(("step", "epoch", "total_steps", "total_epochs"), int),
+    **dict.fromkeys(("step", "epoch", "total_steps", "total_epochs", "processes"), int),
     **dict.fromkeys(("name", "monitor", "mode", "message", "activity", "state"), str),
     **dict.fromkeys(("best", "last"), dict),
 }
@@ -54,6 +54,8 @@ class RunStatus:
     duration_s: float = 0.0
     """Time in which it ran, without pauses before a resume."""
     resumes: int = 0
+    processes: int = 1
+    """Processes that train together, or did at last."""
     heartbeat: float | None = None
     """When it last showed that it is alive."""
     last_step_time: float | None = None
@@ -98,7 +100,7 @@ class Monitor:
         status = RunStatus(self.path, name, "", total_epochs=history.total_epochs)
         status.phase, status.message, status.resumes = history.phase, history.message, history.resumes
         status.state = self._state(history, beat, result)
-        status.total_steps = history.total_steps
+        status.total_steps, status.processes = history.total_steps, history.processes
         status.step, status.epoch = beat.get("step") or result.get("step") or 0, beat.get("epoch") or 0
         status.heartbeat, status.last_step_time = beat.get("time", history.last_time), beat.get("step_time")
         status.started, status.duration_s = history.started, history.duration_s
@@ -168,6 +170,7 @@ class _History:
     last_time: float | None = None
     duration_s: float = 0.0
     resumes: int = 0
+    processes: int = 1
     is_open: bool = False
     """Whether it has begun and not ended."""
     total_steps: int | None = None
@@ -196,7 +199,7 @@ class _History:
         self.resumes += record.get("kind") == "resume"
         self.begun, self.is_open, self.status, self.message = record.get("time"), True, "", ""
         self.started = self.started if self.started is not None else self.begun
-        for key in ("name", "monitor", "mode", "total_steps", "total_epochs"):
+        for key in ("name", "monitor", "mode", "total_steps", "total_epochs", "processes"):
             if record.get(key) is not None:
                 setattr(self, key, record[key])
 

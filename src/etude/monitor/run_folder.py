@@ -16,6 +16,7 @@ metrics/         files of metrics, such as a confusion matrix, if there are any
 .written         the names of such files
 sinks/           a small file for every tool to which the run is passed on
 .lock            the id of the process that writes here
+.launch          ids of the launchers whose processes have run here, if they may restart them
 """
 
 import itertools
@@ -24,7 +25,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
@@ -65,6 +66,7 @@ class RunFolder:
         self.samples_path = self.path / SAMPLES
         self.checkpoints_path = self.path / CHECKPOINTS
         self.lock_path = self.path / ".lock"
+        self.launch_path = self.path / ".launch"
         self.is_held = False
         """Whether this object holds the lock."""
 
@@ -239,6 +241,19 @@ class RunFolder:
             raise self._cannot_write(error) from error
         return list(paths)
 
+    def note_launch(self, launchers: Iterable[str], process: str) -> None:
+        """Record which launchers have processes at work here, besides earlier ones, and which process writes."""
+        known = dict.fromkeys([*self.read_launch()[0], *launchers])
+        self._write(self.launch_path, _json({"launchers": list(known), "process": process}))
+
+    def read_launch(self) -> tuple[list[str], str]:
+        """Return the launchers whose processes have run here, and the process that wrote last; empty for others."""
+        try:
+            found = decode(self.launch_path.read_bytes()) or {}
+        except OSError:
+            found = {}
+        return list(found.get("launchers", [])), str(found.get("process", ""))
+
     def read_result(self) -> dict[str, Any]:
         """Return the outcome; empty while there is none."""
         try:
@@ -270,6 +285,7 @@ class RunFolder:
         if not self.holds_run and not self.is_used:
             return
         files = [self.events_path, self.media_path, self.status_path, self.environment_path, self.diff_path]
+        files.append(self.launch_path)
         files += (self.path / SINKS).glob("*.json")  # another run has other ids
         try:
             for name in made_in(self.checkpoints_path, self.path):
@@ -301,6 +317,12 @@ class RunFolder:
         )
 
 
+def default_runs_dir(experiment: str, root: str | Path = "runs") -> Path:
+    """Return the folder of the runs of an experiment."""
+    parts = [re.sub(r"[^\w.+=-]+", "-", part) for part in Path(experiment).parts]
+    return Path(root, *(part for part in parts if part.strip(".-")))
+
+
 def default_run_dir(experiment: str, root: str | Path = "runs") -> Path:
     """Create and return a new folder `runs/<experiment>/<timestamp>`, never an existing one.
 
@@ -310,8 +332,7 @@ def default_run_dir(experiment: str, root: str | Path = "runs") -> Path:
     ...     first.parent.relative_to(root).as_posix(), first == second
     ('lenet5/baseline', False)
     """
-    parts = [re.sub(r"[^\w.+=-]+", "-", part) for part in Path(experiment).parts]
-    parent = Path(root, *(part for part in parts if part.strip(".-")))
+    parent = default_runs_dir(experiment, root)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         parent.mkdir(parents=True, exist_ok=True)

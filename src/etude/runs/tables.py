@@ -35,7 +35,8 @@ def run_table(runs: Sequence[ListedRun], keys: Sequence[str]) -> Table:
     for run in runs:
         status = run.status
         best, last = (_value(status, one, with_name=not judge) for one in (status.best, status.last))
-        state = Text(status.state, _STATES.get(status.state, ""))
+        together = f" ×{status.processes}" if status.processes > 1 else ""
+        state = Text(f"{status.state}{together}", _STATES.get(status.state, ""))
         took = duration(status.duration_s) if status.started else ""
         settings = [printable(plain(run.config.get(key, ABSENT)), _MOST_CHARS) for key in keys]
         table.add_row(printable(run.id), state, progress(status), best, last, took, age(run.age_s), *settings)

@@ -1,4 +1,4 @@
-"""Starting the runs of trials as processes: forks of one that has torch, or started by torchrun. Imports no torch."""
+"""Starting the runs of trials as processes: forks of one that has torch, or started by `--nproc`. Imports no torch."""
 
 import multiprocessing
 import os
@@ -45,13 +45,12 @@ def start_run(
     environment = {**os.environ, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
     if nproc == 1:
         return _Forked(experiment, list(overrides), str(run_dir), str(log), environment)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command += ["-m", "etude", "resume", str(run_dir)]
+    command = [sys.executable, "-m", "etude", "resume", str(run_dir)]
     if not (run_dir / "config.yaml").exists():
         command[-2:] = ["train", experiment, *overrides, "--run-dir", str(run_dir)]
     with log.open("ab") as file:
         return subprocess.Popen(
-            [*command, "-q"],
+            [*command, "-q", "--nproc", str(nproc)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -72,7 +72,7 @@ class SweepSpec(SectionModel):
     workers: Annotated[int, Ge(1)] = 1
     """Trials that run at the same time."""
     nproc: Annotated[int, Ge(1)] = 1
-    """Processes of a trial, started by torchrun if more than one."""
+    """Processes of a trial."""
     seeds: Annotated[int, Ge(1)] = 1
     """Runs of a trial, from training.seed on; their mean is its value."""
     seed: Annotated[int, Ge(0)] = 0

@@ -410,6 +410,7 @@ class Trainer:
             run_dir=self.output.path,
             is_main=self.machine.world.is_main,
             resumed=self.output.is_resumed,
+            processes=self.machine.world.size,
             best=self.output.judge.best,
             divides_model=self.machine.layout.sizes.divides_model,
         )

@@ -233,6 +233,7 @@ class EngineLoop(EpochLoop):
             steps_per_epoch=None if batches is None else -(-batches // accumulated),
             run_dir=self.output.path,
             resumed=resumed,
+            processes=epoch.machine.world.size,
             best=self.output.judge.best,
         )
 

@@ -1,0 +1,84 @@
+"""The options `--nproc`, `--nnodes` … of commands that several processes can run. Imports torch only to launch them."""
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from etude.cli.process import complain
+from etude.launched import is_launched
+
+Nproc = Annotated[
+    str | None, typer.Option("--nproc", metavar="N|auto", help="Processes on this machine; auto: one for each GPU.")
+]
+Nnodes = Annotated[
+    str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", help="Machines that run this command together.")
+]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", help="0 on the machine of --rdzv-endpoint, if it cannot tell by itself.")
+]
+Endpoint = Annotated[
+    str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the machines find each other.")
+]
+MaxRestarts = Annotated[
+    int | None, typer.Option("--max-restarts", help="Restarts after processes were lost [default: 0].")
+]
+OPTIONS = {
+    "nproc": Nproc,
+    "nnodes": Nnodes,
+    "node_rank": NodeRank,
+    "rdzv_endpoint": Endpoint,
+    "max_restarts": MaxRestarts,
+}
+ARGUMENTS = "etude.arguments"
+"""Where the context of the command line keeps its arguments."""
+
+
+def launchable(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to a command: with them it runs in several processes, which it starts."""
+
+    @wraps(command)
+    def launched(context: typer.Context, **arguments: Any) -> None:
+        options = {name: arguments.pop(name) for name in OPTIONS}
+        if arguments.get("dry_run"):
+            arguments["world"] = arguments["world"] or _world(options)
+        elif any(one is not None for one in options.values()):
+            _launch(options, context.meta[ARGUMENTS])
+        command(**arguments)
+
+    own, by_name = inspect.signature(command), inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(name, by_name, default=None, annotation=kind) for name, kind in OPTIONS.items()]
+    context = inspect.Parameter("context", by_name, annotation=typer.Context)
+    parameters = [context, *(one.replace(kind=by_name) for one in own.parameters.values()), *more]
+    launched.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    launched.__annotations__ = {"context": typer.Context, **command.__annotations__, **OPTIONS}
+    return launched
+
+
+def _world(options: dict[str, Any]) -> int:
+    """Return how many processes the options start on all machines."""
+    from etude.distributed.launch import LaunchOptions
+
+    asked = LaunchOptions(**options)
+    return asked.processes * asked.nodes[1]
+
+
+def _launch(options: dict[str, Any], arguments: list[str]) -> None:
+    """Start the processes and exit with their code; return in one of them, or if there is to be only this one."""
+    if is_launched():
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch reads it
+    from etude.core.errors import ConfigError
+    from etude.distributed.launch import LaunchOptions, launch
+
+    if "RANK" in os.environ:
+        raise ConfigError(
+            "this process was started by another launcher (RANK is set); leave out --nproc and --nnodes"
+        )
+    asked = LaunchOptions(**options)
+    if not asked.is_one_process:
+        print(f"starting {asked}", flush=True)
+        raise SystemExit(launch(arguments, asked, complain))

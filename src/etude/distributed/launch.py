@@ -1,0 +1,369 @@
+"""Starting the processes of a run on this machine, with torch's elastic agent, and what is said about their end."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from etude.core.errors import ConfigError, ConnectionLost, TrainingError
+from etude.distributed.network import (
+    JOIN_TIMEOUT_S,
+    interface_of,
+    is_open,
+    local_address,
+    notice_lost_machines,
+    parse_endpoint,
+    wait_for_endpoint,
+)
+from etude.launched import LAUNCHER, SHAPE
+
+CORES_PER_PROCESS = 4
+"""CPU cores of one process with `--nproc auto` where there is no GPU: every process has its own copy of the data."""
+SAVE_GRACE_S = 300
+"""Time to save and stop before a process is killed: on a signal, or when machines join or leave."""
+STORE_TIMEOUT_S = 60
+"""How long the machine of the rendezvous may be silent."""
+EXPLAIN_S = 5
+"""How long a process that others have lost may take to say why it ends."""
+LAST_GRACE_S = 10
+"""Time to end after the second signal."""
+RESUME = "a run can be continued from its last checkpoint by `etude resume`"
+FINAL = (2, 130)
+"""Exit codes after which a restart would end the same way: a mistake of the user, an interrupt."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How many processes and machines; None where the command line says nothing."""
+
+    nproc: str | None = None
+    nnodes: str | None = None
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    max_restarts: int | None = None
+
+    def __post_init__(self) -> None:
+        several = self.nodes[1] > 1
+        if several and self.rdzv_endpoint is None:
+            raise ConfigError("--nnodes needs --rdzv-endpoint HOST:PORT, one address for all machines")
+        if not several and (self.rdzv_endpoint is not None or self.node_rank is not None):
+            raise ConfigError("--rdzv-endpoint and --node-rank are for several machines; add --nnodes")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes[1]:
+            raise ConfigError(f"--node-rank {self.node_rank}: must be from 0 to {self.nodes[1] - 1} (--nnodes)")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts {self.max_restarts}: must be 0 or more")
+        if self.rdzv_endpoint is not None:
+            parse_endpoint(self.rdzv_endpoint)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The least and the most machines."""
+        first, _, last = (self.nnodes or "1").partition(":")
+        try:
+            least, most = int(first), int(last or first)
+        except ValueError:
+            least, most = 0, 0
+        if not 1 <= least <= most:
+            raise ConfigError(f"--nnodes {self.nnodes}: give a number, such as 2, or a range, such as 1:2")
+        return least, most
+
+    @property
+    def processes(self) -> int:
+        """The processes on this machine."""
+        if self.nproc == "auto":
+            return torch.cuda.device_count() or max(1, _cores() // CORES_PER_PROCESS)
+        try:
+            count = int(self.nproc or "1")
+        except ValueError:
+            count = 0
+        if count < 1:
+            raise ConfigError(f"--nproc {self.nproc}: give a number, such as 4, or auto")
+        return count
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether one process does it all and is not restarted."""
+        return self.processes == 1 and self.nodes[1] == 1 and not self.max_restarts
+
+    @property
+    def threads(self) -> str:
+        """The threads of each process: those of the variable, or the cores divided among the processes."""
+        return os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // self.processes))
+
+    def __str__(self) -> str:
+        many, (least, most), threads = self.processes, self.nodes, self.threads
+        machines = "" if most == 1 else f" on each of {least if least == most else f'{least} to {most}'} machines"
+        each = f"{threads} CPU thread{'s' * (threads != '1')} each (OMP_NUM_THREADS)"
+        return f"{many} process{'es' * (many > 1)}{machines}, {each}"
+
+    @property
+    def shape(self) -> str:
+        """The options to start as many processes again."""
+        words = [f"--nproc {self.processes}"]
+        if self.nnodes is not None and self.nodes[1] > 1:
+            words += [f"--nnodes {self.nnodes}", f"--rdzv-endpoint {self.rdzv_endpoint}"]
+            words += [] if self.node_rank is None else ["--node-rank …"]
+        return " ".join(words + ([f"--max-restarts {self.max_restarts}"] if self.max_restarts else []))
+
+
+def launch(arguments: Sequence[str], options: LaunchOptions, complain: Callable[[str], None]) -> int:
+    """Run `etude ARGUMENTS` in several processes and return the exit code for this one.
+
+    The processes get these arguments as they are, and know by the environment that they have been launched.
+    `complain` prints a line about processes that were lost.
+    """
+    address, is_host = _place(options)
+    if not is_host:
+        wait_for_endpoint(str(options.rdzv_endpoint))
+    with tempfile.TemporaryDirectory(prefix="etude-") as logs, _quiet(), _environment(options, address):
+        try:
+            agent = Agent(_spec(list(arguments), options, address, is_host), DefaultLogsSpecs(log_dir=logs), complain)
+            with agent.signals():
+                agent.run()
+            agent.close()
+        except (RendezvousError, dist.DistError) as error:
+            if options.nodes[1] == 1:
+                raise TrainingError(f"cannot start the processes: {_cause(error)}") from error
+            raise ConnectionLost(
+                f"no connection to the machines at {options.rdzv_endpoint} ({_cause(error)}); {RESUME}, on all of them"
+            ) from error
+    return agent.exit_code()
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent, which waits while processes save, and restarts none that ended by a mistake or an interrupt."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, complain: Callable[[str], None]) -> None:
+        super().__init__(spec, logs, shutdown_timeout=LAST_GRACE_S)
+        self._complain = complain
+        self._asked = 0
+        """Signals received."""
+        self._deadline = float("inf")
+        self._lost_since: float | None = None
+        self._ended: dict[int, int] = {}
+        """Exit codes by rank, of those that ended first."""
+        self._server: Any = None
+        """The store of an attempt, if this is the first machine; it lives as long as it is here."""
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Pass signals on to the processes: the first one lets them save and stop, the second one stops them."""
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        kept = [one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN]  # as by nohup
+        before = {number: signal.signal(number, self._pass_on) for number in kept}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def close(self) -> None:
+        """Close the rendezvous, so that a machine that comes late does not wait."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+    def _pass_on(self, number: int, _frame: Any) -> None:
+        self._asked += 1
+        alive = [process for process in self._processes().values() if process.poll() is None]
+        if not alive:  # no process has begun: nothing is to be saved
+            raise KeyboardInterrupt
+        for process in alive:
+            process.send_signal(number)
+        if self._asked > 1:
+            self._deadline = time.monotonic() + LAST_GRACE_S
+
+    def _processes(self) -> dict[int, Any]:
+        context: Any = self._pcontext
+        handlers = {} if context is None else context.subprocess_handlers
+        return {rank: handler.proc for rank, handler in handlers.items()}
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Agree on ranks, and on a store of this attempt: in that of the last one torch would read old addresses."""
+        with _variables(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):  # else torch tells only the first attempt's address
+            super()._rendezvous(worker_group)
+        group: Any = worker_group
+        if group.group_rank == 0:
+            self._server = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+            group.store.set("etude/store", f"{group.master_addr} {self._server.port}")
+        address, port = group.store.get("etude/store").decode().split()
+        group.master_addr, group.master_port = address, int(port)
+        notice_lost_machines()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = {rank: process.poll() for rank, process in self._processes().items()}
+        if (self._asked and self._may_go_on(list(codes.values()))) or self._is_explained_soon(list(codes.values())):
+            return RunResult(state=WorkerState.HEALTHY)
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self._ended = {ranks[rank]: code for rank, code in codes.items() if code}
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._ended = self._ended or {rank: one.exitcode for rank, one in result.failures.items()}
+            if self._asked or any(code in FINAL for code in self._ended.values()):
+                self._remaining_restarts = 0
+            if self._remaining_restarts:
+                most = worker_group.spec.max_restarts
+                self._complain(f"{self._words()}; restart {most - self._remaining_restarts + 1} of {most}")
+        return result
+
+    def _may_go_on(self, codes: list[int | None]) -> bool:
+        """Whether processes that were asked to stop are still saving."""
+        if None not in codes or any(code not in (None, 0, 130) for code in codes):
+            return False
+        if any(code is not None for code in codes):
+            self._deadline = min(self._deadline, time.monotonic() + SAVE_GRACE_S)
+        return time.monotonic() < self._deadline
+
+    def _is_explained_soon(self, codes: list[int | None]) -> bool:
+        """Whether processes have ended only because they lost one that is still busy ending, maybe by a mistake."""
+        ended = {code for code in codes if code is not None}
+        if self._asked or None not in codes or ended != {ConnectionLost.exit_code}:
+            self._lost_since = None
+            return False
+        self._lost_since = time.monotonic() if self._lost_since is None else self._lost_since
+        return time.monotonic() < self._lost_since + EXPLAIN_S
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            self._complain("another machine has come; the processes save and start again with it")
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch calls it so
+        self._shutdown(timeout=SAVE_GRACE_S)  # torch gives them 30 seconds
+
+    def _words(self) -> str:
+        """Return what has ended the processes: of several causes the one that explains the others."""
+        size = self._worker_group.workers[0].world_size
+        for rank, code in sorted(self._ended.items()):
+            if code < 0:
+                return f"process {rank} of {size} was killed by {signal.Signals(-code).name}{_hint(code)}"
+        for rank, code in sorted(self._ended.items()):
+            if code != ConnectionLost.exit_code:
+                return f"process {rank} of {size} failed with exit code {code}"
+        return "the connection to a process on another machine was lost"
+
+    def exit_code(self) -> int:
+        """Return the exit code for the whole; say what the processes could not say themselves."""
+        codes = set(self._ended.values())
+        if self._asked:
+            if not codes <= {0, 130}:
+                self._complain("stopped at once; earlier checkpoints are intact")
+            return 130
+        if final := codes & set(FINAL):
+            return max(final)
+        if not codes:
+            return 0
+        self._complain(f"{self._words()}; {RESUME}")
+        return ConnectionLost.exit_code if codes == {ConnectionLost.exit_code} else 1
+
+
+def _hint(code: int) -> str:
+    return " (out of memory?)" if code == -signal.SIGKILL else ""
+
+
+def _place(options: LaunchOptions) -> tuple[str, bool]:
+    """Return the address of this machine, and whether it is the one at which the others meet."""
+    if options.rdzv_endpoint is None:
+        return "127.0.0.1", True
+    address, is_here = local_address(options.rdzv_endpoint)
+    if options.node_rank is not None:
+        return address, options.node_rank == 0
+    return address, is_here and not is_open(options.rdzv_endpoint)  # else another launcher of this machine has begun
+
+
+def _spec(arguments: list[str], options: LaunchOptions, address: str, is_host: bool) -> WorkerSpec:
+    least, most = options.nodes
+    endpoint = options.rdzv_endpoint or f"{address}:0"
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=endpoint,
+        run_id=uuid.uuid4().hex if most == 1 else f"etude-{endpoint}",
+        min_nodes=least,
+        max_nodes=most,
+        local_addr=address,
+        is_host=is_host,
+        join_timeout=JOIN_TIMEOUT_S,
+        read_timeout=STORE_TIMEOUT_S,
+    )
+    # Like this process: `-m` would put the current folder before the installed packages.
+    safe = [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
+    return WorkerSpec(
+        role="etude",
+        local_world_size=options.processes,
+        entrypoint=sys.executable,
+        args=(*safe, "-m", "etude", *(one.replace("$", "$$") for one in arguments)),  # torch fills in templates
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=options.max_restarts or 0,
+        monitor_interval=0.1,
+        local_addr=address,
+    )
+
+
+@contextlib.contextmanager
+def _environment(options: LaunchOptions, address: str) -> Iterator[None]:
+    """Set variables that the processes inherit."""
+    new = {
+        LAUNCHER: str(os.getpid()),
+        SHAPE: options.shape,
+        "OMP_NUM_THREADS": options.threads,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+        "TORCH_CPP_LOG_LEVEL": "ERROR"
+        if (level := os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")) == "FATAL"
+        else level,
+    }
+    if options.nodes[1] > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(address)):
+        new["GLOO_SOCKET_IFNAME"] = name  # gloo would take what the host name stands for
+    with _variables(**new):
+        yield
+
+
+@contextlib.contextmanager
+def _variables(**new: str) -> Iterator[None]:
+    """Set variables of the environment for a while."""
+    before = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's messages about its agent from the user; what matters is said in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _cause(error: BaseException) -> str:
+    inner: BaseException = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    return (str(inner).splitlines() or [type(inner).__name__])[0]

@@ -1,0 +1,350 @@
+"""`etude train --dry-run`: what a run on any number of processes needs, without training and without its devices."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from etude.checkpoint.optimizer_needs import needed_state
+from etude.config import RunDraft
+from etude.core import ConfigError
+from etude.core.batch import map_tensors
+from etude.core.blocks import modules_matching, repeated_blocks
+from etude.core.model import ModelCall
+from etude.data import DataLoader
+from etude.data.order.permutation import ShuffledOrder
+from etude.data.order.sampler import share
+from etude.data.sources.streams import StreamBatches
+from etude.distributed import World
+from etude.distributed.mesh import DATA, SHARD, TENSOR, Layout
+from etude.distributed.settings import ParallelConfig, Sizes, memory_of
+from etude.distributed.sharding import divide_model
+from etude.experiment.build import Data, build_component, build_data, check_sizes
+from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
+from etude.experiment.config import ExperimentConfig
+from etude.trainer import TrainerConfig
+from etude.trainer.loaders import num_batches, planned_steps
+
+MOST_WORLD = 2**17
+MOST_CHECKED = 2_000_000
+"""Samples up to which every index of an epoch is counted."""
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(slots=True)
+class DryRun:
+    """What a run needs. Sizes are bytes of one process; None where they cannot be told."""
+
+    name: str
+    world: int
+    parameters: int = 0
+    trained: int = 0
+    sizes: Sizes = field(default_factory=Sizes)
+    weights: int = 0
+    """Parameters and buffers, or the shard of them."""
+    gradients: int = 0
+    buckets: int = 0
+    """What DistributedDataParallel needs to all-reduce the gradients."""
+    gathered: int = 0
+    """The two largest blocks, which FSDP2 gathers: one at work and the next one."""
+    optimizer: int | None = None
+    checkpoint: int | None = None
+    """The size of a checkpoint, over all processes."""
+    activations: int | None = None
+    """What the forward pass of the model keeps for the backward pass, in float32 and without recomputation."""
+    no_activations: str = ""
+    """Why the activations are unknown."""
+    micro_batch: int = 0
+    """The most samples of one process in a forward pass."""
+    batch_size: int | None = None
+    samples: dict[str, int] = field(default_factory=dict)
+    """Samples by split."""
+    shares: Counter[int] = field(default_factory=Counter)
+    """Samples of a process in a full batch → how many processes have so many."""
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def memory(self) -> int | None:
+        """The memory of a process, as far as it is known."""
+        parts = (self.weights, self.gradients, self.buckets, self.gathered, self.optimizer, self.activations)
+        return None if None in parts else sum(one for one in parts if one is not None)
+
+    def lines(self) -> Iterator[str]:
+        """Return it in words."""
+        many = f"{self.world:,} process{'es' * (self.world != 1)}"
+        yield f"{self.name} on {many}; nothing is trained or written"
+        if self.sizes.divides_model:
+            one = self.sizes
+            yield _row("parallel", f"data {one.data:,} x shard {one.shard:,} x tensor {one.tensor:,}")
+        yield _row("parameters", f"{self.parameters:,}, {self.trained:,} of them trained")
+        yield _row("samples", ", ".join(f"{count:,} {name}" for name, count in self.samples.items()) or "unknown")
+        if self.shares:
+            sizes = " or ".join(f"{size:,}" for size in sorted(self.shares))
+            each = "each" if self.sizes.tensor == 1 else f"each group of {self.sizes.tensor} (parallel.tensor)"
+            yield _row("batch", f"{self.batch_size:,} samples over all processes, {sizes} on {each}")
+        steps = "unknown" if self.steps_per_epoch is None else f"{self.steps_per_epoch:,} steps"
+        total = "no end" if self.total_steps is None else f"{self.total_steps:,} steps"
+        yield _row("epoch, run", f"{steps}, {total}")
+        yield "memory of each process"
+        yield _row("weights", size_in_words(self.weights))
+        yield _row("gradients", size_in_words(self.gradients))
+        if self.buckets:
+            yield _row("gradient buckets", size_in_words(self.buckets))
+        if self.gathered:
+            yield _row("gathered blocks", size_in_words(self.gathered))
+        yield _row("optimizer", size_in_words(self.optimizer))
+        known = f"{size_in_words(self.activations)} for {self.micro_batch:,} samples (float32, forward of the model)"
+        yield _row("activations", f"unknown: {self.no_activations}" if self.activations is None else known)
+        if self.memory is not None:
+            yield _row("sum", size_in_words(self.memory))
+        yield _row("checkpoint", size_in_words(self.checkpoint))
+        yield from (f"note: {line}" for line in self.warnings)
+
+
+def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
+    """Check a config as `train` would on `world` processes, and return what the run needs.
+
+    The data is opened, the model is built without memory for its weights, and a device that is missing here is no
+    mistake. Raises ConfigError or DataError for anything that `train` would refuse before its first step.
+    """
+    if not 1 <= world <= MOST_WORLD:
+        raise ConfigError(f"--world {world}: must be from 1 to {MOST_WORLD:,}")
+    training: TrainerConfig = config.sections["training"].model_copy(update={"device": "cpu"})
+    config = replace(config, sections={**config.sections, "training": training})
+    check_experiment(config)
+    data = build_data(config, World())
+    model = _meta_model(config, data)
+    found = DryRun(config.name, world)
+    found.sizes = _sizes(found, config.sections["parallel"], model)
+    _measure_model(found, config, model)
+    if (loader := data.loader("train") if isinstance(training.batch_size, int) else None) is not None:
+        _measure_data(found, loader, training)
+        _measure_activations(found, model, loader)
+    elif not isinstance(training.batch_size, int):
+        found.no_activations = "training.batch_size is no number"
+        found.warnings.append(f"training.batch_size is {training.batch_size}: give a number to see shares and steps")
+    found.samples = {name: len(part) for name in data.names if (part := _sized(data, name)) is not None}
+    if found.sizes.divides_model:
+        _measure_parts(found, config, model)
+    return found
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Make a process group of any size in this one process, whose collectives do nothing: for meshes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _meta_model(config: ExperimentConfig, data: Data) -> nn.Module:
+    """Return the model with the sizes of the data, without memory for its weights."""
+    selection = config.require("model")
+    draft = RunDraft(config.sections, config.document, 1, data.splits, data.splits.vocab_size)
+    for feature in data.features:
+        feature.before_model(draft)
+    sizes = data.splits.model_sizes()
+    if draft.vocab_size is not None:
+        sizes["vocab_size"] = draft.vocab_size
+    check_sizes(config, selection, sizes)
+    draft.facts["model_sizes"] = sizes
+    draft.model = on_meta(partial(build_component, config, "model", selection, **sizes))
+    for feature in data.features:
+        on_meta(partial(feature.after_model, draft))
+    model: nn.Module = draft.model
+    return model
+
+
+def _sizes(found: DryRun, settings: ParallelConfig, model: nn.Module) -> Sizes:
+    """Return how the processes divide data and model; raise ConfigError if the sizes do not fit their number."""
+    memory = None
+    if settings.shard == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        memory = memory_of(device)
+        found.warnings.append(
+            f"parallel.shard is auto, which depends on the memory of the device: this machine's {device.type} has "
+            f"{size_in_words(memory)}"
+        )
+    parameters = sum(one.numel() for one in model.parameters() if not is_lazy(one))
+    return settings.sizes(found.world, parameters, memory)
+
+
+def _measure_parts(found: DryRun, config: ExperimentConfig, model: nn.Module) -> None:
+    """Divide the model as the first process would, and measure what that holds."""
+    settings: ParallelConfig = config.sections["parallel"]
+    units = repeated_blocks(model) if settings.blocks is None else modules_matching(model, settings.blocks)
+    blocks = sorted((_bytes(model.get_submodule(name).parameters()) for name in units), reverse=True)
+    rest = found.weights - sum(blocks)
+    found.gathered = sum(sorted((*blocks, rest), reverse=True)[:2]) if found.sizes.shard > 1 else 0
+    found.gathered //= found.sizes.tensor
+    if settings.cpu_offload:
+        found.warnings.append("parallel.cpu_offload: weights, gradients and optimizer state are in host memory")
+    here = settings.model_copy(update={"cpu_offload": False})
+    with fake_world(found.world):
+        shape = (found.sizes.data, found.sizes.shard, found.sizes.tensor)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=(DATA, SHARD, TENSOR))
+        world = World(size=found.world)
+        divide_model(model, Layout(world, world, found.sizes, mesh, here), "fp32")
+        whole = found.checkpoint
+        _measure_model(found, config, model)
+        found.checkpoint = whole
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _measure_model(found: DryRun, config: ExperimentConfig, model: nn.Module) -> None:
+    if any(is_lazy(one) for one in model.parameters()):
+        found.warnings.append("the model has lazy layers: parameters whose size its first batch decides are missing")
+    params = [one for one in model.parameters() if not is_lazy(one)]
+    trained = [one for one in params if one.requires_grad]
+    found.parameters, found.trained = sum(map(Tensor.numel, params)), sum(map(Tensor.numel, trained))
+    found.weights = _bytes(params) + _bytes(one for one in model.buffers() if not is_lazy(one))
+    found.gradients = _bytes(trained)
+    found.buckets = found.gradients if found.world > 1 and not found.sizes.divides_model else 0
+    found.optimizer = _optimizer_bytes(config, model)
+    found.checkpoint = None if found.optimizer is None else found.weights + found.optimizer
+
+
+def _optimizer_bytes(config: ExperimentConfig, model: nn.Module) -> int | None:
+    """Return the size of the optimizer's state: that of one step on small weights, enlarged."""
+    small = small_weights(model)
+    optimizer = small_optimizer(config, small)
+    large = dict(zip(map(id, small.weights), model.parameters(), strict=True))
+    total = 0
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for param in group["params"]:
+            state = needed_state(optimizer, settings, _local(large[id(param)]))
+            if state is None:
+                return None
+            total += _bytes(one for one in state.values() if isinstance(one, Tensor))
+    return total
+
+
+def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) -> None:
+    batches, size = num_batches(loader), loader.batch_size
+    found.batch_size = size
+    found.steps_per_epoch = planned_steps(training.model_copy(update={"epochs": 1, "max_steps": None}), batches)
+    found.total_steps = planned_steps(training, batches)
+    source, world = loader._source, found.sizes.replicas
+    spans = [size]
+    if isinstance(source, StreamBatches):
+        spans = [span.stop - span.start for span in source.plan.spans(0, 0)]
+    shares = sum((share_sizes(count, world) for count in spans), np.zeros(world, dtype=np.int64))
+    found.shares = Counter(shares.tolist())
+    found.micro_batch = int(shares.max())
+    found.warnings += _share_warnings(found)
+    if not isinstance(source, StreamBatches):
+        check_order(loader)
+
+
+def _share_warnings(found: DryRun) -> Iterator[str]:
+    size, world = found.batch_size or 0, found.sizes.replicas
+    if idle := found.shares.get(0, 0):
+        yield (
+            f"training.batch_size {size:,} is less than {world:,} {_parts(found)}: {idle:,} of them have no sample in "
+            f"a step; use training.batch_size={world} or more, or at most {size:,} {_parts(found)}"
+        )
+    elif len(found.shares) > 1:
+        most = max(found.shares)
+        yield (
+            f"training.batch_size {size:,} is no multiple of {world:,} {_parts(found)}: the result is the same, but "
+            f"{found.shares[min(found.shares)]:,} of them wait for the {found.shares[most]:,} that have {most:,} "
+            f"samples; {size - size % world:,} or {size - size % world + world:,} would be even"
+        )
+
+
+def _parts(found: DryRun) -> str:
+    return "processes" if found.sizes.tensor == 1 else f"groups of {found.sizes.tensor} processes"
+
+
+def share_sizes(count: int, world: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return how many of `count` samples each rank has; raise AssertionError if one is lost or drawn twice.
+
+    >>> share_sizes(5, 3).tolist()
+    [1, 2, 2]
+    """
+    edges = np.array([share(0, count, rank, world) for rank in range(world)])
+    assert edges[0, 0] == 0
+    assert edges[-1, 1] == count
+    assert (edges[1:, 0] == edges[:-1, 1]).all(), "a sample is lost, or drawn by two ranks"
+    sizes: np.ndarray[Any, np.dtype[np.int64]] = edges[:, 1] - edges[:, 0]
+    return sizes
+
+
+def check_order(loader: DataLoader) -> None:
+    """Raise AssertionError if the first epoch draws a sample twice; a mixture may do so on purpose."""
+    sampler = loader.sampler
+    if isinstance(sampler.order, ShuffledOrder) and sampler.epoch_samples <= MOST_CHECKED:
+        drawn = sampler.order.indices(0, 0, sampler.epoch_samples)
+        assert np.bincount(drawn).max() == 1, "a sample is drawn twice"
+
+
+def _measure_activations(found: DryRun, model: nn.Module, loader: DataLoader) -> None:
+    """Count what a forward pass keeps for the backward pass, without memory: shapes are all that is computed."""
+    weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    kept: dict[int, tuple[Tensor, int]] = {}  # keeps the tensors, whose storage might be given to others
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = tensor, storage.nbytes()
+        return tensor
+
+    world = max(1, -(-loader.batch_size // max(1, found.micro_batch)))
+    try:
+        batch = next(iter(loader.shared(world - 1, world).iterate(0)))
+        batch = map_tensors(batch, lambda one: one.to("meta"))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            ModelCall(model)(model, batch)
+    except Exception as error:  # the model needs values, or its device
+        found.no_activations = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        return
+    found.activations = sum(size for _, size in kept.values())
+
+
+def _sized(data: Data, name: str) -> Any:
+    part = getattr(data.splits, name)
+    try:
+        len(part)
+    except TypeError:
+        return None
+    return part
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in map(_local, tensors))
+
+
+def size_in_words(count: int | None) -> str:
+    """Return a size in its largest unit.
+
+    >>> size_in_words(999), size_in_words(5 * 2**20), size_in_words(None)
+    ('999 B', '5.0 MiB', 'unknown')
+    """
+    if count is None:
+        return "unknown"
+    place = min(max(0, (count.bit_length() - 1) // 10), len(UNITS) - 1)
+    return f"{count:,} B" if place == 0 else f"{count / 2 ** (10 * place):,.1f} {UNITS[place]}"
+
+
+def _row(name: str, words: str) -> str:
+    return f"  {name:<17} {words}"

@@ -1,0 +1,55 @@
+"""What a process knows of the `etude … --nproc` that started it. Imports no torch: a process asks this first."""
+
+import hashlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+LAUNCHER = "ETUDE_LAUNCHER"
+"""Variable with the process id of the launcher."""
+SHAPE = "ETUDE_LAUNCH_OPTIONS"
+"""Variable with the options that start as many processes again."""
+
+
+def is_launched() -> bool:
+    """Whether `etude … --nproc` started this process."""
+    return os.environ.get(LAUNCHER, "") == str(os.getppid())
+
+
+def launch_id() -> str:
+    """Return an id of the elastic agent that started this process and may start it again; empty if there is none.
+
+    An agent is a process of ours or of torchrun. Its id is the same for all processes that it starts, and no other
+    agent has it: a run id, which a user may choose, would be found again in later launches.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return _process_id(os.getppid())
+
+
+def process_id() -> str:
+    """Return an id of this process that no other process has, also not a later one with its number."""
+    return _process_id(os.getpid())
+
+
+def _process_id(number: int) -> str:
+    try:
+        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # not on Linux
+        began = ""
+    return hashlib.sha256(f"{socket.gethostname()} {number} {began}".encode()).hexdigest()[:16]
+
+
+def end_with_launcher() -> None:
+    """Let this process be killed when its launcher dies, which could not end it any more (on Linux)."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux" or "RANK" not in os.environ:
+        return
+    import ctypes
+
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before
+        os.kill(os.getpid(), signal.SIGKILL)

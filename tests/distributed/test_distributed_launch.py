@@ -1,0 +1,191 @@
+"""`etude … --nproc 2`: the processes of a run are started, stopped, lost and restarted by one command."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from distributed_runs import TIMEOUT_S, without_announcements
+
+from run_files import records, weights
+
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+NET = {"name": "toy_net", "dropout": 0.2, "batch_norm": True}
+TRAINING = {"epochs": 4, "batch_size": 12, "drop_last": True, "log_interval": 2, "save_every_steps": 2}
+
+
+def start(*arguments, cwd=None):
+    """Start `etude` with one thread for each process; it leads a session, so that a test can end all of it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "etude", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def end(process):
+    """Return exit code, stdout and the lines on stderr without announcements."""
+    out, err = process.communicate(timeout=2 * TIMEOUT_S)
+    return process.returncode, out, without_announcements(err).splitlines()
+
+
+def workers(process):
+    """Return the processes that a launcher has started."""
+    try:
+        found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(one) for one in found if b"etude" in _read(f"/proc/{one}/cmdline")]
+
+
+def _read(path):
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def is_alive(pid):
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] not in ([], [b"Z"])
+
+
+def lines_until(process, text):
+    """Read the output of a process up to a line with this text."""
+    found = []
+    while line := process.stdout.readline():
+        found.append(line)
+        if text in line:
+            return found
+    raise AssertionError((found, process.stderr.read()))
+
+
+def test_the_same_as_two_processes_of_torchrun_and_as_quiet(runs):
+    straight, ended = runs.train(2, runs.write("straight", TRAINING, model=NET))
+    ended.ok()
+    code, out, err = end(
+        start("train", runs.root / "straight.yaml", "--nproc", 2, "-q", "--run-dir", runs.root / "run")
+    )
+    assert (code, err) == (0, [])
+    assert out.splitlines()[0] == "starting 2 processes, 1 CPU thread each (OMP_NUM_THREADS)"
+    assert out.count("finished at step 16;") == 1
+    assert weights(runs.root / "run") == weights(straight)
+    assert records(runs.root / "run") == records(straight)
+
+
+def test_a_mistake_is_one_line_and_restarts_nothing(runs):
+    config = runs.write("bad", TRAINING, data={"name": "toy_missing", "on_rank": 1})
+    code, out, err = end(
+        start("train", config, "--nproc", 2, "-q", "--max-restarts", 3, "--run-dir", runs.root / "run")
+    )
+    assert code == 2
+    assert len(err) == 1
+    assert "no data on rank 1" in err[0]
+    assert len(out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_a_signal_saves_and_resuming_is_exact(runs, name):
+    straight, ended = runs.train(2, runs.write("straight", TRAINING, model=NET))
+    ended.ok()
+    callbacks = [{"name": "toy_signal_launcher", "step": 5, "signal_name": name}]
+    config, folder = runs.write("stopped", TRAINING, model=NET, callbacks=callbacks), runs.root / "run"
+    code, out, err = end(start("train", config, "--nproc", 2, "-q", "--run-dir", folder, "--max-restarts", 2))
+    assert (code, err) == (130, ["etude: stopping after this step; press Ctrl-C again to stop at once"])
+    step, command = re.findall(r"^stopped at step (\d+) and saved; [^:]+: (.*)$", out, re.MULTILINE)[0]
+    assert 5 <= int(step) <= 10
+    assert command == f"etude resume {folder} --nproc 2 --max-restarts 2"
+    code, out, err = end(start(*command.split()[1:], "-q", "callbacks=[]"))
+    assert (code, err) == (0, [])
+    assert weights(folder) == weights(straight)
+    assert records(folder) == records(straight)
+
+
+def test_a_second_signal_stops_at_once(runs):
+    config = runs.write(
+        "long",
+        TRAINING | {"epochs": 10_000, "save_every_steps": None},
+        callbacks=[{"name": "toy_told", "forever": True}],
+    )
+    launcher = start("train", config, "--nproc", 2, "--run-dir", runs.root / "run")
+    lines_until(launcher, "training\n")
+    pids = workers(launcher)
+    launcher.send_signal(signal.SIGINT)
+    lines_until(launcher, "press Ctrl-C again")
+    launcher.send_signal(signal.SIGINT)
+    code, _, err = end(launcher)
+    assert code == 130
+    assert all("stopped at once" in line for line in err)
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("whom", ["launcher", "process"])
+def test_kill_9_leaves_no_process_behind(runs, whom):
+    config = runs.write("long", TRAINING | {"epochs": 10_000}, callbacks=["toy_told"])
+    launcher = start("train", config, "--nproc", 2, "-q", "--run-dir", runs.root / "run")
+    lines_until(launcher, "training\n")
+    pids = workers(launcher)
+    assert len(pids) == 2
+    os.kill(launcher.pid if whom == "launcher" else pids[1], signal.SIGKILL)
+    code, _, err = end(launcher)  # also waits until no process holds the pipes
+    assert not any(map(is_alive, pids))
+    if whom == "process":
+        assert code == 1
+        assert len(err) == 1
+        assert "process 1 of 2 was killed by SIGKILL" in err[0]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_processes_killed_at_random_moments_are_restarted_and_end_with_the_same_bytes(runs, kills):
+    training = TRAINING | {"save_every_steps": 1, "epochs": 3 + kills}
+    callbacks = [{"name": "toy_told", "step": -1, "seconds": 0.1}]
+    straight, ended = runs.train(2, runs.write("straight", training, model=NET, callbacks=callbacks))
+    ended.ok()
+    command = ["train", runs.root / "straight.yaml", "--nproc", 2, "-q", "--max-restarts", kills]
+    launcher, moments, killed = start(*command, cwd=runs.root), random.Random(kills), 0
+    while killed < kills and launcher.poll() is None:
+        try:
+            launcher.wait(moments.uniform(0.1, 12))
+        except subprocess.TimeoutExpired:
+            if pids := workers(launcher):
+                os.kill(moments.choice(pids), signal.SIGKILL)
+                killed += 1
+    code, out, err = end(launcher)
+    assert code == 0, "\n".join([out, *err])
+    assert killed >= min(kills, 2)
+    restarts = [line for line in err if re.search(r"was killed by SIGKILL .*restart \d+ of", line)]
+    assert len(restarts) == killed, err
+    (folder,) = (runs.root / "runs" / "straight").iterdir()
+    assert weights(folder) == weights(straight)
+    assert records(folder) == records(straight)
+
+
+def world(restart):
+    return {"TORCHELASTIC_RUN_ID": "toy", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+
+
+def test_from_two_processes_to_one_and_back_the_run_goes_on(runs):
+    """As an elastic launcher does it: the same command again, in as many processes as there are now."""
+    training = {"epochs": 3, "save_every_steps": 1}
+    straight, ended = runs.train(1, runs.write("straight", training))
+    ended.ok()
+    config, folder = runs.write("lost", training, callbacks=["toy_kill"]), runs.root / "run"
+    command = ["train", config, "-q", "--run-dir", folder]
+    for restart, (size, kill_at) in enumerate([(2, "0"), (2, "5"), (1, "11"), (2, "15"), (2, "")]):
+        log, env = runs.root / f"logs-{restart}", world(restart) | {"TOY_KILL_AT": kill_at}
+        ended = runs.server.run(size, command, log, env)
+        assert (-9 in ended.codes) == bool(kill_at), ended
+    assert set(ended.codes) == {0}
+    for mine, theirs in zip(records(folder, "train"), records(straight, "train"), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    begun = [(one["processes"], one["restart"]) for one in events if one["kind"] in ("start", "resume")]
+    assert begun == [(2, 0), (2, 1), (1, 2), (2, 3), (2, 4)]
