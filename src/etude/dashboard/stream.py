@@ -8,8 +8,8 @@ from etude.dashboard.alerts import Alerts
 from etude.dashboard.catalogue import Run
 from etude.dashboard.parsing import dumps, parse
 from etude.dashboard.store import Store
-from etude.dashboard.tail import MOST_BEHIND, Tail, size_of
-from etude.monitor.reading import EVENTS, MEDIA, METRICS
+from etude.dashboard.tail import MOST_BEHIND, Tail
+from etude.monitor.reading import EVENTS, MEDIA, METRICS, size_of
 
 POLL_S = 0.3
 QUIET_S = 15.0

@@ -52,6 +52,14 @@ def last_records(path: Path, most_bytes: int = _BLOCK) -> list[dict[str, Any]]:
     return [record for line in last_lines(path, most_bytes).splitlines() if (record := decode(line)) is not None]
 
 
+def size_of(path: Path) -> int:
+    """Return the size of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 class Follower:
     """Reads a file of JSON lines that grows: each `read` returns the whole lines that are new.
 
