@@ -29,7 +29,7 @@ def test_terms_of_an_idle_rank_are_reported_as_those_of_the_others():
         said.append(text)
         return list(said)
 
-    world = SimpleNamespace(size=2, gather_text=gather)
+    world = SimpleNamespace(size=2, gather_text=gather, in_lockstep=False)
     model = nn.Linear(2, 1)
     busy = RankTask(as_task(terms_of), world)(model, torch.ones(3, 2), metrics=True)
     idle = RankTask(as_task(terms_of), world)(model, torch.ones(0, 2), metrics=True)
@@ -72,7 +72,7 @@ def test_ranks_decide_alike(rows):
     """The second rank takes the decision of the first, also if it has no samples to decide on."""
     first = json.dumps({"decision": 5.0}), json.dumps({"loss": [True, True, False]})
     answers = iter(first)
-    world = SimpleNamespace(size=2, gather_text=lambda text: [next(answers), text])
+    world = SimpleNamespace(size=2, in_lockstep=False, gather_text=lambda text: [next(answers), text])
     second = Decides()
     RankTask(second, world)(nn.Linear(2, 1), torch.ones(rows, 2), metrics=True)
     assert second.decision == 5.0
@@ -92,6 +92,6 @@ class DecidesLater(Decides):
 
 
 def test_a_late_decision_may_add_terms():
-    task = RankTask(DecidesLater(), SimpleNamespace(size=2, gather_text=lambda text: [text]))
+    task = RankTask(DecidesLater(), SimpleNamespace(size=2, in_lockstep=False, gather_text=lambda text: [text]))
     names = [list(task(nn.Linear(2, 1), torch.full((3, 2), value), metrics=True)) for value in (0.0, 1.0, 0.0)]
     assert names == [["loss"], ["loss", "metric"], ["loss", "metric"]]

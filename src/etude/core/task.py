@@ -6,7 +6,7 @@ give the gradient of one batch of k·b samples, for any masks and any number of 
 
 import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -250,6 +250,10 @@ class Task:
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         """Add parameters of the task to an optimizer that lacks them."""
+
+    def used_outside(self, model: nn.Module) -> Collection[nn.Parameter]:
+        """Return the parameters of the model that are used outside its forward pass: they are never sharded."""
+        return ()
 
     def check_loader(self, loader: Loader | None, accumulation_steps: int) -> None:
         """Raise or warn if the training data, or the micro-batches of a step, do not suit the task."""

@@ -1,19 +1,20 @@
 """Data parallelism: wrapping a model, local gradients, shared buffers, and ranks without samples."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.task import LossTerm, Task, Terms
-from etude.distributed.world import World, run_collective
+from etude.distributed.lockstep import Spare
+from etude.distributed.world import World
 
 
 def wrap_data_parallel(
@@ -51,8 +52,20 @@ def local_gradients(model: nn.Module) -> Iterator[None]:
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
+    elif is_sharded(model):
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
     else:
         yield
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards a model; its package, which takes long to import, is then imported."""
+    package = sys.modules.get("torch.distributed.fsdp")
+    return package is not None and isinstance(model, package.FSDPModule)
 
 
 def share_buffers_next(model: nn.Module) -> None:
@@ -64,8 +77,14 @@ def share_buffers_next(model: nn.Module) -> None:
 def idle_output(model: nn.Module) -> Tensor:
     """Return 0 with a zero gradient for every parameter: what a rank without samples adds to a step.
 
-    The model itself is not run: few models accept an empty batch. The gradients are still all-reduced.
+    The model itself is not run: few models accept an empty batch. The gradients are still all-reduced. Raises
+    TrainingError for a sharded model, which can only take part by being run.
     """
+    if is_sharded(model):
+        raise TrainingError(
+            "no process has anything to learn from the last micro-batch of a step, which sharded models do not "
+            "support; drop samples without labels, or set parallel.shard to 1"
+        )
     params = [param for param in model.parameters() if param.requires_grad]
     if not isinstance(model, DistributedDataParallel):
         return _nothing_of(params)
@@ -112,6 +131,13 @@ def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         )
 
 
+def share_weights(model: nn.Module, world: World) -> None:
+    """Broadcast the parameters and buffers of rank 0, so that all ranks begin with the same weights."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel() and not tensor.is_meta:
+            world.broadcast(tensor.detach())
+
+
 def share_buffers(model: nn.Module, world: World) -> None:
     """Broadcast the buffers of rank 0, so that all ranks evaluate the model that is saved."""
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
@@ -119,8 +145,8 @@ def share_buffers(model: nn.Module, world: World) -> None:
         return
     parts = [buffer.detach().flatten().contiguous().view(torch.uint8) for buffer in buffers]
     data = torch.cat(parts)
-    run_collective(lambda alias: dist.broadcast(alias, src=0), data)
-    if world.is_main:
+    world.broadcast(data)
+    if world.rank == 0:
         return
     with torch.no_grad():
         for buffer, part in zip(buffers, torch.split(data, [part.numel() for part in parts]), strict=True):
@@ -143,23 +169,27 @@ class RankTask(Task):
         """Names of all terms, in the same order on every rank, and whether each is trained, reported and optional."""
         self._accumulates = False
         self._knows_counts: bool | None = None
+        self._spare = Spare(world)
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Return the terms of this rank's samples; raise TrainingError if their names change."""
         idle = is_empty(batch)
+        if self.world.in_lockstep:
+            batch = self._spare.instead_of(batch)
+        runs = not idle or self.world.in_lockstep
         try:
             if self.task.announcement() is None:  # on all ranks: they decide together
-                self._decide(model, batch, idle=idle)
+                self._decide(model, batch, idle=not runs)
             # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
-            zero = idle_output(model) if idle else None
-            terms = {} if idle else self.task(model, batch, metrics=metrics)
+            terms = self.task(model, batch, metrics=metrics) if runs else {}
+            zero = self._zero(model, terms) if idle else None
         except torch.OutOfMemoryError:
             if not self._agreed:  # other ranks wait for the names of the terms
                 self._agreed = self._agree({}, keeps=True)
             raise
         keeps = idle or self._keeps_terms(model, batch)
         if not self._agreed:
-            self._agreed = self._agree(terms, keeps=keeps)
+            self._agreed = self._agree({} if idle else terms, keeps=keeps)
         if zero is not None:
             return {
                 name: LossTerm(zero if trained else zero.detach(), 0.0, float(trained), reported, optional)
@@ -172,6 +202,18 @@ class RankTask(Task):
                 "apply"
             )
         return self._with_constants({name: terms[name] for name in self._agreed}, keeps=keeps)
+
+    def _zero(self, model: nn.Module, terms: Terms) -> Tensor:
+        """Return 0 with a zero gradient for every parameter, for a rank without samples.
+
+        `terms` are those of a batch of another rank, if the model was run.
+        """
+        if not self.world.in_lockstep:
+            return idle_output(model)
+        self.task.judged = None  # a batch of another rank is no sample of this one
+        sums = [term.sum for term in terms.values()]
+        trained = [one for one in sums if one.requires_grad] or sums
+        return torch.stack([one.float() * 0.0 for one in trained]).sum()
 
     def _decide(self, model: nn.Module, batch: Batch, *, idle: bool) -> None:
         """Take the decisions of the first batches alike: of ranks that differ, the first one counts."""

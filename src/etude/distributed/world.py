@@ -42,17 +42,30 @@ class World:
     """A gloo group: it communicates between hosts without synchronising devices."""
     store: Any = None
     """The key-value store of the ranks; usable even if another rank has failed and the group is broken."""
+    group: Any = None
+    """The group of these ranks on the device; None is that of all processes."""
+    writes: bool | None = None
+    """Whether this process writes files, if these ranks are only some of the processes; None: rank 0 does."""
+    parent: "World | None" = None
+    """All processes, if these ranks are only some of them."""
+    in_lockstep: bool = False
+    """Whether running the model communicates: all ranks must run it equally often, also without samples."""
 
     @property
     def is_main(self) -> bool:
         """True on the one process that writes files and prints."""
-        return self.rank == 0
+        return self.rank == 0 if self.writes is None else self.writes
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks (in place if there are several)."""
         if self.size > 1:
-            run_collective(dist.all_reduce, tensor)
+            run_collective(lambda alias: dist.all_reduce(alias, group=self.group), tensor)
         return tensor
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give all ranks the values of rank 0, in place."""
+        if self.size > 1:
+            run_collective(lambda alias: dist.broadcast(alias, group=self.group, group_src=0), tensor)
 
     def host_max(self, values: list[int]) -> list[int]:
         """Return the elementwise maximum over ranks of a few small numbers, on the host."""

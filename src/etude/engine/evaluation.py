@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, Loader, Task, Terms
-from etude.core.batch import is_empty
 from etude.core.model import unwrap
 from etude.core.random import aside
 from etude.core.task import as_task, check_terms
 from etude.distributed import World
+from etude.distributed.lockstep import rounds
 from etude.distributed.parallel import share_buffers
 from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, EvaluationNumbers
 from etude.engine.explain import explained
@@ -55,13 +55,19 @@ def evaluate(
         task.observe(batch)
         return terms
 
+    def lend(batch: Batch) -> None:
+        """Run the model only so that ranks with samples can run theirs."""
+        with precision.autocast():
+            task(model, batch, metrics=False)
+        task.judged = None
+
     task.measures.begin(training=False)
     with task.measuring():
         with eval_mode(model), torch.no_grad(), aside(0):
             if capture is not None:
                 capture.begin(model, task)
-            totals, is_cut_off = _add_up(run, loader, pollable, capture)
-        if pollable is not None and world.host_max([int(is_cut_off)])[0]:
+            totals, is_cut_off = _add_up(run, lend, loader, world, pollable, capture)
+        if pollable is not None and (world.parent or world).host_max([int(is_cut_off)])[0]:
             # The only place where ranks synchronise: their numbers of batches may differ.
             raise Interrupted("a signal interrupted the validation")
         device = next((tensor.device for tensor in (*totals.tensors(), *model.parameters())), torch.device("cpu"))
@@ -127,21 +133,34 @@ class _Sums:
 
 
 def _add_up(
-    run: Callable[[Batch], Terms], loader: Loader, pollable: Interrupts | None, capture: CapturedEvaluation | None
+    run: Callable[[Batch], Terms],
+    lend: Callable[[Batch], None],
+    loader: Loader,
+    world: World,
+    pollable: Interrupts | None,
+    capture: CapturedEvaluation | None,
 ) -> tuple[_Sums, bool]:
-    """Return sums and counts of all terms over this rank's batches, and whether a signal interrupted it."""
-    sums = _Sums()
+    """Return sums and counts of all terms over this rank's batches, and whether a signal interrupted it.
+
+    `lend` runs a batch of another rank, where all of them must run the model equally often.
+    """
+    sums, is_cut_off = _Sums(), False
+
+    def requested() -> bool:
+        nonlocal is_cut_off
+        is_cut_off = pollable is not None and bool(pollable.requested)
+        return is_cut_off
+
     batches = loader.iterate(epoch=0)
     try:
-        for batch in batches:
-            if pollable is not None and pollable.requested:
-                return sums, True
-            if is_empty(batch):
-                continue  # this rank may have no samples of the last batch
-            sums.add(EvaluationNumbers(run(batch)) if capture is None else capture(run, batch))
+        for batch, has_samples in rounds(batches, world, requested):
+            if has_samples:
+                sums.add(EvaluationNumbers(run(batch)) if capture is None else capture(run, batch))
+            elif world.in_lockstep:
+                lend(batch)
     finally:
         batches.close()
-    return sums, False
+    return sums, is_cut_off
 
 
 @contextmanager

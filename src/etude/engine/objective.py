@@ -158,6 +158,12 @@ class Objective:
             )
         self.totals = self.totals_of(weighted)
         if self._single is not None:
+            if self.parts.world.in_lockstep:
+                raise TrainingError(
+                    f"the terms of the loss changed from {self._single[0]} to {', '.join(weighted)} between the "
+                    "micro-batches of a step, which a model that processes divide does not support; let all have the "
+                    "same terms"
+                )
             gradients = [param.grad for param in self.parts.params if param.grad is not None]
             torch._foreach_div_(gradients, self._total_of(self._single[0]))
 

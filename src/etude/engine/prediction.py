@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, DataError, Loader, Task, TrainingError
-from etude.core.batch import is_empty, num_samples, padding_mask_of
+from etude.core.batch import num_samples, padding_mask_of
 from etude.core.forms import kind_of, parts_of
 from etude.core.model import unwrap
 from etude.core.random import aside
 from etude.distributed import World
+from etude.distributed.lockstep import rounds
 from etude.distributed.parallel import share_buffers
 from etude.engine.evaluation import eval_mode
 from etude.engine.explain import explained
@@ -53,13 +54,12 @@ def predict(
     with eval_mode(model), torch.no_grad(), aside(0):
         batches = loader.iterate(epoch=0)
         try:
-            for batch in batches:
-                if is_empty(batch):  # this rank has no samples of the last batch
-                    found.append({})
-                    continue
-                with precision.autocast():
-                    output = task.predict(model, batch)
-                found.append(_leaves(output, batch))
+            for batch, has_samples in rounds(batches, world):
+                output = None
+                if has_samples or world.in_lockstep:
+                    with precision.autocast():
+                        output = task.predict(model, batch)
+                found.append(_leaves(output, batch) if has_samples else {})
         finally:
             batches.close()
     return _together(_over_ranks(found, world))

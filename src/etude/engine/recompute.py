@@ -7,7 +7,6 @@ Dropout draws the same random numbers again, so gradients are the same up to rou
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from etude.core import ConfigError
+from etude.core.blocks import modules_matching, repeated_blocks
 from etude.core.model import unwrap
 
 
@@ -42,52 +42,13 @@ def recompute_activations(model: nn.Module, *, blocks: str | None = None, every:
         _forget_cache(model)
         if blocks is None and every == 1 and _enable(model):
             return repeated_blocks(model)
-    names = repeated_blocks(model) if blocks is None else _matching(model, blocks)
+    names = repeated_blocks(model) if blocks is None else modules_matching(model, blocks)
     if not names:
         raise ConfigError(_nothing_found(model, blocks))
     chosen = names[::every]
     for name in chosen:
         _wrap(model.get_submodule(name))
     return chosen
-
-
-def repeated_blocks(model: nn.Module) -> list[str]:
-    """Return the names of a model's repeated blocks: two or more modules of one class in a module list.
-
-    Lists inside a block belong to it. Single layers (a Linear) are not blocks: recomputing one saves nothing.
-    """
-    found: list[str] = []
-    _search(unwrap(model), "", found)
-    return found
-
-
-def _search(module: nn.Module, path: str, found: list[str]) -> None:
-    children = {f"{path}.{name}".lstrip("."): child for name, child in module.named_children()}
-    blocks: list[str] = []
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        composite = {name: child for name, child in children.items() if _is_composite(child)}
-        classes = [type(child) for child in composite.values()]
-        blocks = [name for name, child in composite.items() if classes.count(type(child)) > 1]
-        found += blocks
-    for name, child in children.items():
-        if name not in blocks:
-            _search(child, name, found)
-
-
-def _is_composite(module: nn.Module) -> bool:
-    # Descend into a list of lists: the blocks are inside.
-    has_parts = next(module.children(), None) is not None
-    return has_parts and not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-
-
-def _matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the modules whose names match, except those inside another match."""
-    names: list[str] = []
-    for name, _ in model.named_modules():
-        inside = names and name.startswith(f"{names[-1]}.")  # named_modules yields children right after their parent
-        if name and not inside and fnmatchcase(name, pattern):
-            names.append(name)
-    return names
 
 
 def _nothing_found(model: nn.Module, pattern: str | None) -> str:

@@ -92,7 +92,7 @@ class TrainState:
     random: RunRandom = field(init=False)
 
     def __post_init__(self) -> None:
-        self.random = RunRandom(mix(self.seed, self.world.rank))
+        self.random = RunRandom(mix(self.seed, self.log.world.rank))
 
     def aside(self, hook: str) -> AbstractContextManager[None]:
         """Return a context in which a hook outside a step draws from its own generator, the same after a resume."""
@@ -180,7 +180,7 @@ class TrainState:
                     with errors_of(checkpoint.path, f"callbacks.{key}"):
                         callback.load_state_dict(saved)
             with errors_of(checkpoint.path, "metrics"):
-                saved = state.get("metrics", [])[self.world.rank :: self.world.size]
+                saved = state.get("metrics", [])[self.log.world.rank :: self.log.world.size]
                 self.task.measures.load_state_dict(*map(_decode, saved))
             with errors_of(checkpoint.path, "data"):
                 self._load_data(state.get("data", []))
@@ -195,14 +195,14 @@ class TrainState:
         if random is not None:
             self.random.load(random)
         else:  # new random states, the same at every resume
-            self.random = RunRandom(mix(self.seed, self.clock.step, self.world.rank))
+            self.random = RunRandom(mix(self.seed, self.clock.step, self.log.world.rank))
 
     def _metrics(self) -> dict[str, list[Tensor]]:
         """Return what every rank has measured in the current epoch."""
         measures = self.task.measures
         if not measures.wants(training=True):
             return {}
-        return {"metrics": self.world.gather_bytes(_encode(measures.state_dict()))}
+        return {"metrics": self.log.world.gather_bytes(_encode(measures.state_dict()))}
 
     def _data(self) -> dict[str, list[Tensor]]:
         """Return the loader's state on every rank; a rank whose state is not plain data warns and saves none."""

@@ -6,7 +6,7 @@ loss scale and clipping become one factor passed to it: no extra pass over the g
 
 import operator
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from etude.optim.device import DeviceOptimizer
 from etude.optim.eager import take_step
 from etude.optim.pieces import InPieces
 from etude.optim.several import Optimizers, owner_of, perturbed_in
+
+if TYPE_CHECKING:
+    from etude.distributed.sharding import Shards
 
 _CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
 """Optimizers whose non-fused kernels accept a learning rate on the device, if their groups are capturable."""
@@ -34,8 +37,11 @@ class Updater:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         precision: MixedPrecision | None = None,
+        shards: "Shards | None" = None,
     ) -> None:
+        """`shards` are those of a model that several processes divide: the optimizer has their local parts."""
         self.optimizer = optimizer
+        self.shards = shards
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self.precision = precision if precision is not None else MixedPrecision("fp32")
@@ -99,6 +105,8 @@ class Updater:
         """Set the gradients to None."""
         for param in self.params:
             param.grad = None
+        if self.shards is not None:
+            self.shards.clear()
 
     @property
     def needs_second_gradient(self) -> bool:
@@ -121,12 +129,10 @@ class Updater:
 
         Returns the gradient norm before division, and 1.0 if the update was skipped because it was not finite.
         """
-        grads = [param.grad for param in self.params if param.grad is not None]
+        grads = self._collected()
         if not grads:  # no trained term in this step
             return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        if any(map(_IS_SPARSE, grads)):
-            grads = self._values()
-        norm = global_norm(grads)
+        norm = self._norm(grads)
         skipped = norm.mul(0.0)  # inf·0 and nan·0 are nan, which differs from 0
         if self._first_norm is not None:
             skipped = skipped + self._first_norm * 0.0
@@ -148,6 +154,17 @@ class Updater:
             self._guarded_step(grads, divisor, skipped)
         self.precision.update(skipped)
         return norm, skipped
+
+    def _collected(self) -> list[Tensor]:
+        """Return the gradients of this process."""
+        if self.shards is not None:
+            self.shards.collect()
+        grads = [param.grad for param in self.params if param.grad is not None]
+        return self._values() if any(map(_IS_SPARSE, grads)) else grads
+
+    def _norm(self, grads: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients, over all processes."""
+        return global_norm(grads) if self.shards is None else self.shards.norm(self.params, global_norm)
 
     def _values(self) -> list[Tensor]:
         """Return the gradients; for sparse ones their values, as views, after coalescing."""

@@ -35,6 +35,8 @@ class Data:
     world: World
     place: str
     """Location of the data section, for messages."""
+    share: tuple[int, int]
+    """Which part of every batch this process gets, of how many."""
     features: tuple[Feature, ...] = ()
     """Streams required by the config, and streams of the data."""
 
@@ -56,7 +58,7 @@ class Data:
     def loader_over(self, part: Any, *, training: bool = False) -> DataLoader:
         """Return a loader over samples of the same kind."""
         factory = DataLoaderFactory.from_config(
-            self.config, device=self.device, rank=self.world.rank, world_size=self.world.size
+            self.config, device=self.device, rank=self.share[0], world_size=self.share[1]
         )
         return factory.create(part, training=training)
 
@@ -71,7 +73,14 @@ def build_data(config: ExperimentConfig, world: World) -> Data:
     device = resolve_device(config.training.device, world.local_rank)
     of_data = features_for((), [type(splits.token_schema).__module__])
     features = tuple(dict.fromkeys((*config.features, *of_data)))
-    return Data(splits, config.sections["training"], device, world, config.document.place(where), features)
+    place = config.document.place(where)
+    return Data(splits, config.sections["training"], device, world, place, _share(config, world), features)
+
+
+def _share(config: ExperimentConfig, world: World) -> tuple[int, int]:
+    """Return the part of every batch that this process gets: those that divide layers between them get the same."""
+    tensor = config.sections["parallel"].tensor
+    return world.rank // tensor, max(1, world.size // tensor)
 
 
 def recorded_data(config: ExperimentConfig, meta: Mapping[str, Any], world: World) -> Data:
@@ -88,7 +97,8 @@ def recorded_data(config: ExperimentConfig, meta: Mapping[str, Any], world: Worl
     )
     device = resolve_device(config.training.device, world.local_rank)
     place = config.document.place(data_key(config))
-    return Data(splits, config.sections["training"], device, world, place, tuple(config.features))
+    share = _share(config, world)
+    return Data(splits, config.sections["training"], device, world, place, share, tuple(config.features))
 
 
 def data_key(config: ExperimentConfig) -> str:
@@ -200,6 +210,7 @@ def build_trainer(
         progress=progress,
         name=config.name,
         world=world,
+        parallel=config.sections["parallel"],
         whole_config=config.to_dict(),
         meta=draft.facts,
         **draft.trainer,

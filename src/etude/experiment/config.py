@@ -22,6 +22,7 @@ from etude.config.schema import validate_document
 from etude.config.selection import plain, selections_in
 from etude.config.signature import parameters_of
 from etude.core import ConfigError
+from etude.distributed.settings import ParallelConfig
 from etude.experiment.features import ROOM_OF, all_features, features_for, with_features, with_training_models
 from etude.experiment.settle import DEFAULT_NAMES, LEGACY_KEYS, move_legacy_keys, settle_data, settle_outputs
 from etude.trainer import TrainerConfig
@@ -55,6 +56,9 @@ _SECTIONS: dict[str, SectionSpec | None] = {
     "curriculum": None,
     "training": SectionSpec(
         model=TrainerConfig, description="How long to train, and when to log, validate and save."
+    ),
+    "parallel": SectionSpec(
+        model=ParallelConfig, description="How several processes divide data and model: ddp, fsdp, auto, or sizes."
     ),
     "callbacks": SectionSpec(
         kind="callback", many=True, provided=("tokenizer",), description="Callbacks, called in this order."

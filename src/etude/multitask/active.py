@@ -138,6 +138,10 @@ class ActiveTasks(Task):
             )
         model.weighting = self.weighting
 
+    def used_outside(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of the weighting."""
+        return [] if self.weighting is None else list(self.weighting.parameters())
+
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         """Add parameters of the weighting that the optimizer lacks, without weight decay.
 

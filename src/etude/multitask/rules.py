@@ -30,7 +30,14 @@ def make_objective(task: "MultiTask", parts: ObjectiveParts) -> TaskObjective:
         "layer_gradients": GradNormObjective,
         "gradients": CombinedGradients,
     }
-    return objectives["nothing" if task.weighting is None else task.weighting.needs](task, parts)
+    needs: Needs = "nothing" if task.weighting is None else task.weighting.needs
+    if parts.world.in_lockstep and needs not in ("nothing", "losses"):
+        raise ConfigError(
+            f"the weighting {type(task.weighting).__name__} needs {needs.replace('_', ' ')} of each task, which "
+            "processes that divide the model do not have; use another weighting, such as 'static' or 'uncertainty', "
+            "or parallel: ddp"
+        )
+    return objectives[needs](task, parts)
 
 
 class GradNormObjective(TaskObjective):

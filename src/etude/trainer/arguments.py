@@ -15,6 +15,7 @@ from etude.core import ConfigError, Task
 from etude.core.arguments import as_whole
 from etude.core.spelling import did_you_mean
 from etude.core.task import Measures, as_task
+from etude.distributed.settings import SHORT, ParallelConfig
 from etude.engine.callback import Callback
 from etude.lazy import import_room
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
@@ -72,6 +73,15 @@ def as_config(
         if use_amp and config.precision_dtype is None and config.precision in ("bf16", "fp16"):
             changes["precision_dtype"] = config.precision
     return config.model_copy(update=changes)
+
+
+def as_parallel(parallel: Any) -> ParallelConfig:
+    """Return the argument `parallel` of a `Trainer` as a `ParallelConfig`."""
+    if isinstance(parallel, ParallelConfig):
+        return parallel
+    expect("parallel", parallel, isinstance(parallel, Mapping | str | None), "a mapping, ddp, fsdp or auto")
+    data = SHORT.get(parallel, {"shard": parallel}) if isinstance(parallel, str) else dict(parallel or {})
+    return validate_section(ParallelConfig, data, path="parallel", document=None)
 
 
 def as_loss(loss: Any) -> Any:

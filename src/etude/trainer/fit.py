@@ -133,12 +133,19 @@ class _Trials:
     def __init__(self, config: TrainerConfig, step: Step, machine: Machine, model: nn.Module) -> None:
         self._config, self._machine, self._model = config, machine, model
         self._step = Step(model, step.task, step.updater, machine.precision, metrics=step.metrics)
-        parts = model, step.updater.optimizer, machine.precision, Clock(), StepLog(machine.world), CallbackList(())
+        parts = (
+            model,
+            step.updater.optimizer,
+            machine.precision,
+            Clock(),
+            StepLog(machine.data_world),
+            CallbackList(()),
+        )
         self._state = TrainState(*parts, machine.world, config.seed, step.task)
 
     def batch_size(self, train: Any) -> int:
         """Return the largest power of two that fits; raise ConfigError if the data comes in batches already."""
-        world = self._machine.world.size
+        world = self._machine.data_world.size
         whole = None if isinstance(train, Loader) else self._loader(train, world)
         if not isinstance(whole, DataLoader):
             raise ConfigError(
@@ -155,7 +162,7 @@ class _Trials:
         if isinstance(train, Iterator):
             raise ConfigError("training.micro_batch_size is auto, but the data can be read only once; set a number")
         epoch = max(size, key=size.__getitem__) if isinstance(size, dict) else 0
-        first, world = self._first(self._loader(train, size), epoch), self._machine.world
+        first, world = self._first(self._loader(train, size), epoch), self._machine.data_world
         batch = world.host_max([num_samples(first)])[0]  # shares of ranks may differ by one
         parts = fewest_parts(lambda size: self._fit(divide(first, -(-batch // size))[0]), batch)
         return -(-batch // parts) * world.size, batch * world.size
@@ -177,7 +184,7 @@ class _Trials:
             fitted = self._run(batch)
             if self._machine.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return not self._machine.world.host_max([int(not fitted)])[0]
+        return not self._machine.data_world.host_max([int(not fitted)])[0]
 
     def _run(self, batch: Any) -> bool:
         with trial(self._state, self._step) as run:

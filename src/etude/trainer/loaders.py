@@ -103,7 +103,7 @@ class Loaders:
             self.train = TransformedLoader(self.train, transform, config.seed)
         self.validation = self._named(validation, names[1], training=False)
         if machine.world.is_main and train is not None:
-            _warn_of_kept(train, config, machine.world)
+            _warn_of_kept(train, config, machine.data_world)
             if validation is None:
                 _warn_of_no_validation(config)
 
@@ -113,7 +113,7 @@ class Loaders:
         Data that is not a loader is shuffled in training, in an order determined by seed, epoch and position alone.
         With several processes each gets its share.
         """
-        device, world = self._machine.device, self._machine.world
+        device, world = self._machine.device, self._machine.data_world
         source = _as_tensors(source, self._model)
         known = (Tensor, Dataset, FetchesMany, BatchSource, TensorData, LoaderData, Streams)
         if isinstance(source, known) or is_pair(source):
@@ -131,7 +131,7 @@ class Loaders:
         Raises ConfigError or DataError if the order of a source is unknown, or its batches cannot be divided.
         """
         loader = self.make(_in_order(source), training=False)
-        size = self._machine.world.size
+        size = self._machine.data_world.size
         if size > 1 and not isinstance(_inner(loader), DataLoader):
             raise ConfigError(
                 f"the batches of a {type(source).__name__} cannot be divided among {size} processes in order; pass the "

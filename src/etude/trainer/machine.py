@@ -7,10 +7,15 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from etude.core import ConfigError, Loader, Task
 from etude.core.arguments import as_device
+from etude.core.blocks import repeated_blocks
 from etude.distributed import World, join_world
+from etude.distributed.mesh import Layout, make_layout
+from etude.distributed.parallel import share_weights
+from etude.distributed.settings import ParallelConfig, memory_of
 from etude.engine.capture import CaptureMode
 from etude.engine.captured_evaluation import CapturedEvaluation
 from etude.engine.compiled import CompileMode, Way
@@ -22,7 +27,7 @@ from etude.engine.explain import (
 )
 from etude.engine.precision import MixedPrecision, PrecisionName
 from etude.engine.prediction import predict
-from etude.engine.recompute import recompute_activations, repeated_blocks
+from etude.engine.recompute import recompute_activations
 from etude.engine.stopping import Interrupts
 from etude.trainer.config import TrainerConfig
 
@@ -55,6 +60,8 @@ class Machine:
         self.device = resolve_device(device, self.world.local_rank)
         self.precision = MixedPrecision(precision, self.device, loss_scale=loss_scale, summands=batch_size or 1)
         self.batch_size = batch_size
+        self.layout = Layout(self.world, self.world)
+        """How the processes divide data and model."""
         self.evaluation: CapturedEvaluation | None = None
         """Runs the batches of evaluations, captured as CUDA graphs."""
         self._loss_scale = loss_scale
@@ -76,6 +83,20 @@ class Machine:
         elif machine.device.type == "cuda" and config.resolved_precision != "fp32":
             configure_cuda_performance()
         return machine
+
+    def arrange(self, settings: ParallelConfig, model: nn.Module) -> None:
+        """Decide how the processes divide data and model; all of them must call this together."""
+        parameters = sum(param.numel() for param in model.parameters() if not is_lazy(param))
+        memory = memory_of(self.device) if settings.shard == "auto" else None
+        sizes = settings.sizes(self.world.size, parameters, memory)
+        if settings.cpu_offload and self.device.type != "cuda":
+            raise ConfigError(f"parallel.cpu_offload is for CUDA, but the device is {self.device.type}; remove it")
+        self.layout = make_layout(self.world, settings, sizes, self.device)
+
+    @property
+    def data_world(self) -> World:
+        """The processes with different samples."""
+        return self.layout.data_world
 
     def resize(self, batch_size: int | None) -> None:
         """Set the size of batches once it is known: for remedies, and for the loss scale of fp16."""
@@ -100,6 +121,8 @@ class Machine:
     def place(self, model: nn.Module, config: TrainerConfig) -> None:
         """Move a model to the device; recompute its activations and compile it if the config says so."""
         model.to(self.device)
+        if self.layout.sizes.divides_model:
+            share_weights(model, self.world)
         if config.recomputed_blocks is not None:
             recompute_activations(model, **config.recomputed_blocks)
         if self.compiled(config.compile) == "model":
@@ -173,7 +196,7 @@ class Machine:
                 task,
                 loader,
                 precision=self.precision,
-                world=self.world,
+                world=self.data_world,
                 interrupts=interrupts,
                 capture=self.evaluation,
             )
@@ -181,7 +204,7 @@ class Machine:
     def predict(self, model: nn.Module, task: Task, loader: Loader) -> Any:
         """Return the outputs for all samples of a loader, in order, on all processes together."""
         with self.validating():
-            return predict(model, task, loader, precision=self.precision, world=self.world)
+            return predict(model, task, loader, precision=self.precision, world=self.data_world)
 
 
 def making_model(device: torch.device) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,16 @@ from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.optim import AdamW
 from etude.optim.eager import without_compiler
+from etude.optim.elements import check_elementwise
 from etude.optim.groups import NamedParams, names_of, outer_params
 from etude.optim.several import Optimizers, check_shares
 from etude.trainer.arguments import Section, build_named, expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine, making_model
+
+if TYPE_CHECKING:
+    from etude.distributed.sharding import Shards
 
 OptimizerLike = (
     torch.optim.Optimizer
@@ -62,18 +66,22 @@ def make_step(
     task.join(model)
     with making_model(machine.device):
         machine.place(model, config)
-        made = make_optimizer(optimizer, model, config)
+        optimizer, shards = _divide(model, task, optimizer, machine)
+        made = make_optimizer(optimizer, model, config, shards)
         task.extend(made)
         wrapped = model
-        if machine.world.size > 1:
+        if machine.world.size > 1 and shards is None:
             unused = config.find_unused_parameters or not uses_all_parameters
             wrapped = wrap_data_parallel(model, made, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
-    updater = Updater(made, **clip, precision=machine.precision)
+    if shards is not None:
+        check_elementwise(made)
+    updater = Updater(made, **clip, precision=machine.precision, shards=shards)
     metrics = None if isinstance(config.train_metrics, list) else config.train_metrics
     size = None if config.micro_batch_size == "auto" else config.micro_batch_size
-    splitter = MicroBatchSplitter(size, world=machine.world)
-    step = Step(wrapped, task, updater, machine.precision, world=machine.world, metrics=metrics, splitter=splitter)
+    world = machine.data_world
+    splitter = MicroBatchSplitter(size, world=world)
+    step = Step(wrapped, task, updater, machine.precision, world=world, metrics=metrics, splitter=splitter)
     _recover(step, config)
     if machine.captures(config.capture):
         step.capture = Capture(step, needed=config.capture == "on")
@@ -81,9 +89,24 @@ def make_step(
     return step
 
 
+def _divide(
+    model: nn.Module, task: Task, optimizer: OptimizerLike, machine: Machine
+) -> tuple[OptimizerLike, "Shards | None"]:
+    """Divide the model over the processes, if the layout says so; return the optimizer for it, and the shards."""
+    if not machine.layout.sizes.divides_model:
+        return optimizer, None
+    from etude.distributed.sharding import Shards, divide_model, follow_shards  # it takes long to import
+
+    names = names_of(model)
+    divide_model(model, machine.layout, machine.precision.name, task.used_outside(model))
+    shards = Shards(model, machine.data_world)
+    follow_shards(optimizer, names, model, shards)
+    return optimizer, shards
+
+
 def _recover(step: Step, config: TrainerConfig) -> None:
     """Let a step that runs out of memory be done again, if the config says so or leaves a size open."""
-    can = step.world.size == 1 or step.objective.can_defer
+    can = not step.world.in_lockstep and (step.world.size == 1 or step.objective.can_defer)
     if config.on_out_of_memory == "split" and not can:
         raise ConfigError(
             f"training.on_out_of_memory is split, which {step.world.size} processes cannot do with "
@@ -111,36 +134,51 @@ def compile_step(step: Step, config: TrainerConfig, machine: Machine, loaders: L
 
 
 @without_compiler()
-def make_optimizer(optimizer: Any, model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    optimizer: Any, model: nn.Module, config: TrainerConfig, shards: "Shards | None" = None
+) -> torch.optim.Optimizer:
     """Return the given optimizer, or one built from a name, class or function of the parameters; default AdamW.
 
-    Several given ones become one.
+    Several given ones become one. With `shards` it is one of the local shards of the parameters.
     """
-    names = names_of(model)
-    params = [param for param in model.parameters() if param.requires_grad]
+    names, own = names_of(model), [param for param in model.parameters() if param.requires_grad]
+    params = own if shards is None else [shards.local(param) for param in own]
+    if shards is not None:
+        names = shards.named(names)
     if not params:
         raise ConfigError("the model has no parameters that require gradients: there is nothing to train")
     if isinstance(optimizer, (list, tuple)):
         for one in optimizer:
-            check_optimizer(one, model)
+            check_optimizer(one, params)
         check_shares(optimizer, names, params)
         optimizer = Optimizers(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
-        check_optimizer(optimizer, model)
+        check_optimizer(optimizer, params)
         _check_settings(optimizer, config)
         follow_parameters(optimizer)
         return optimizer
-    groups = NamedParams(params, names, outer_params(model))
-    if isinstance(model, GroupsParameters) and len(found := model.parameter_groups()) > 1:
-        groups = groups.with_items(found)
+    groups = _named_params(model, params, names, shards)
     chosen = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     given: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     if optimizer is None:
         return AdamW(groups, **given)
     made = optimizer_factory(optimizer, given)(groups)
-    check_optimizer(made, model)
+    check_optimizer(made, params)
     _check_settings(made, config)
     return made
+
+
+def _named_params(
+    model: nn.Module, params: list[nn.Parameter], names: Mapping[int, str], shards: "Shards | None"
+) -> NamedParams:
+    """Return the parameters of a model, or the groups that it tells, with their names."""
+    outer = outer_params(model)
+    found = model.parameter_groups() if isinstance(model, GroupsParameters) else []
+    if shards is not None:
+        outer = frozenset(shards.named(dict.fromkeys(outer, "")))
+        found = [{**group, "params": [shards.local(param) for param in group["params"]]} for group in found]
+    groups = NamedParams(params, names, outer)
+    return groups.with_items(found) if len(found) > 1 else groups
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
@@ -213,7 +251,7 @@ def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[
     return make
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     """Raise ConfigError for a non-optimizer or one with a closure, TrainingError for one of another model."""
     if isinstance(optimizer, (list, tuple)):  # `Trainer` has made one of them
         raise ConfigError("optimizer is a list; make one of it with etude.optim.Optimizers([…])")
@@ -224,6 +262,6 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"optimizer {type(optimizer).__name__} needs a closure that computes the loss several times per step, "
             "which is not supported; use another one, such as 'adamw'"
         )
-    mine = set(map(id, model.parameters()))
+    mine = set(map(id, params))
     if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
         raise TrainingError("the optimizer holds none of the model's parameters: build it from model.parameters()")

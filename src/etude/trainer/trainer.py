@@ -17,6 +17,7 @@ from etude.core.model_record import model_record
 from etude.core.monitor import odd_mode
 from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
+from etude.distributed.settings import ParallelConfig
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import saves_time
@@ -33,6 +34,7 @@ from etude.trainer.arguments import (
     as_callbacks,
     as_config,
     as_epochs,
+    as_parallel,
     check_judge,
     check_model,
     expect,
@@ -92,6 +94,7 @@ class Trainer:
         progress: bool = True,
         name: str = "run",
         world: World | None = None,
+        parallel: ParallelConfig | Mapping[str, Any] | str | None = None,
         meta: Mapping[str, Any] | None = None,
         whole_config: Mapping[str, Any] | None = None,
         **modalities: Any,
@@ -132,6 +135,8 @@ class Trainer:
             progress: show a live display.
             name: shown in the display.
             world: the processes of the run; found from torchrun's variables by default.
+            parallel: how the processes divide data and model: the keys of `ParallelConfig`, or "ddp" (the default),
+                "fsdp" or "auto".
             meta: data to keep in every checkpoint's `meta.json`.
             whole_config: what the run can be rebuilt from: the run folder's `config.yaml`, and `run-config.yaml`
                 of every checkpoint; the trainer's own config by default.
@@ -147,6 +152,8 @@ class Trainer:
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.config = recorded_sizes(self.config, output_dir, resume=resume)
         self.machine = Machine.from_config(self.config, world)
+        self.machine.arrange(as_parallel(parallel), model)
+        record = model_record(self.model)  # before it is divided, which changes its class
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
         """The task of validation and `evaluate`."""
@@ -179,7 +186,7 @@ class Trainer:
         listed = *own, *modes, *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
-        self.meta = {"model": model_record(self.model), **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
+        self.meta = {"model": record, **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
         if self.loaders.train is not None:  # without training data nothing is judged
             check_judge(self.config, has_validation=self.loaders.validation is not None)
         self.state = self._new_state()
@@ -311,7 +318,7 @@ class Trainer:
             optimizer=self.optimizer,
             precision=self.machine.precision,
             clock=Clock(),
-            log=StepLog(world),
+            log=StepLog(self.machine.data_world),
             callbacks=self.callbacks,
             world=world,
             seed=self.config.seed,

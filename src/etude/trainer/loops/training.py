@@ -162,7 +162,7 @@ class TrainingLoop(EngineLoop):
         KeyboardInterrupt after the current step if a signal asked to stop.
         """
         check_model(model)
-        check_optimizer(optimizer, model)
+        check_optimizer(optimizer, model.parameters())
         self._choose_metrics(val_dataloader)
         if scheduler is not None:
             check_scheduler(scheduler)

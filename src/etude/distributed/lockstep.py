@@ -1,0 +1,69 @@
+"""Ranks that run a divided model equally often: one without samples runs it on a batch of another, for nothing."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from etude.core.batch import Batch, is_empty, map_tensors
+from etude.distributed.world import World
+
+
+class Spare:
+    """A batch with samples, for a rank that has none: that of an earlier step, or at first of another rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._batch: Batch | None = None
+        self._is_shared = False
+
+    def instead_of(self, batch: Batch | None) -> Batch | None:
+        """Return the batch if it has samples, else another one; None if no rank has ever had one.
+
+        All ranks must call this together.
+        """
+        has_samples = batch is not None and not is_empty(batch)
+        if has_samples:
+            self._batch = batch
+        if not self._is_shared:
+            self._share()
+        return batch if has_samples else self._batch
+
+    def _share(self) -> None:
+        """Give a batch of another rank to those without, once."""
+        holders = [rank for rank, text in enumerate(self._world.gather_text("x" * (self._batch is not None))) if text]
+        self._is_shared = bool(holders)
+        if not holders or len(holders) == self._world.size:
+            return
+        found = [None if self._batch is None else map_tensors(self._batch, lambda one: one.cpu())]
+        dist.broadcast_object_list(found, group=self._world.host_group, group_src=holders[0])
+        if self._batch is None and found[0] is not None:
+            self._batch = map_tensors(found[0], lambda one: one.to(_device()))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def rounds(
+    batches: Iterable[Batch], world: World, is_cut_off: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[Batch, bool]]:
+    """Yield the batches of an evaluation, and whether each has samples; nothing more once it is cut off.
+
+    Ranks in lockstep get equally many: those without samples a batch of another. Other ranks get their own batches.
+    """
+    if not world.in_lockstep:
+        for batch in batches:
+            if is_cut_off():
+                return
+            yield batch, not is_empty(batch)
+        return
+    spare, iterator, everyone = Spare(world), iter(batches), world.parent or world
+    while True:
+        batch = next(iterator, None)
+        any_left, anyone_stops = everyone.host_max([int(batch is not None), int(is_cut_off())])
+        if anyone_stops or not any_left:
+            return
+        used = spare.instead_of(batch)
+        if used is not None:
+            yield used, batch is not None and not is_empty(batch)

@@ -1,0 +1,185 @@
+"""Sharded models: FSDP2 over blocks, and the local shards that an optimizer updates.
+
+After sharding, the parameters of a model are DTensors. An optimizer gets plain parameters that share memory with their
+local shards: its kernels are those of an unsharded model, and an update by element is the same on a shard as on the
+whole. What needs all elements, the norm of the gradients, is summed over processes here.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from etude.core.blocks import modules_matching, repeated_blocks
+from etude.core.errors import ConfigError
+from etude.distributed.mesh import Layout
+from etude.distributed.tensor_parallel import divide_layers
+from etude.distributed.world import World, run_collective
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LocalParameter(nn.Parameter):
+    """The local shard of a parameter, as an optimizer sees it."""
+
+    sharded: DTensor
+    """The parameter of the model."""
+
+
+def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Collection[nn.Parameter] = ()) -> None:
+    """Divide a model over the processes of a layout, in place; `unsharded` parameters stay whole on every process.
+
+    All processes must call this together, with the same weights.
+    """
+    if layout.tensor_mesh is not None:
+        divide_layers(model, layout.tensor_mesh, layout.settings.tensor_plan)
+    if (mesh := layout.shard_mesh) is None:
+        return
+    for param in model.parameters():  # FSDP2 shards contiguous memory only
+        if not param.is_contiguous():
+            param.data = param.data.contiguous()
+    settings = layout.settings
+    chosen = precision if settings.param_dtype == "auto" else settings.param_dtype
+    param_dtype = None if chosen == "fp32" else DTYPES[chosen]
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[settings.reduce_dtype])
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+        "ignored_params": set(unsharded),
+    }
+    for name in _blocks(model, settings.blocks):
+        fully_shard(model.get_submodule(name), reshard_after_forward=settings.reshard_after_forward, **options)
+    fully_shard(model, **options)
+    # A block of ours returns a view, which nothing changes in place.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPTransformerBlock\) returned a view")
+
+
+def _blocks(model: nn.Module, pattern: str | None) -> list[str]:
+    if pattern is None:
+        return repeated_blocks(model)
+    if found := modules_matching(model, pattern):
+        return found
+    names = ", ".join(name for name, _ in model.named_children())
+    raise ConfigError(f"parallel.blocks: no module matches '{pattern}' in {type(model).__name__}, which has {names}")
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights of a model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class Shards:
+    """The parameters of a divided model, and their local shards for the optimizer."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """`world` are the processes with different samples."""
+        self._model, self._world = model, world
+        self._local: dict[int, nn.Parameter] = {}
+        self._sharded: list[LocalParameter] = []
+        self._whole: list[nn.Parameter] = []
+        """Parameters that are not sharded: their gradients are averaged over the processes here."""
+        self._probes: list[tuple[dict[str, Any], str, DTensor]] = []
+        """Where modules hold their sharded parameters."""
+        for module in model.modules():
+            for name, held in module._parameters.items():
+                if isinstance(held, DTensor):
+                    self._probes.append((module._parameters, name, held))
+        for param in model.parameters():
+            if isinstance(param, DTensor):
+                local = LocalParameter(param.to_local().detach(), requires_grad=param.requires_grad)
+                local.sharded = param
+                self._sharded.append(local)
+                self._local[id(param)] = local
+            else:
+                self._local[id(param)] = param
+                self._whole.append(param)
+
+    def local(self, param: nn.Parameter) -> nn.Parameter:
+        """Return the local shard of a parameter of the model."""
+        return self._local[id(param)]
+
+    def named(self, names: Mapping[int, str]) -> dict[int, str]:
+        """Return names by the ids of parameters as names by the ids of their local shards."""
+        return {id(self._local[key]): name for key, name in names.items() if key in self._local}
+
+    def clear(self) -> None:
+        """Drop the gradients of the model, and free weights that were gathered for something else than a step.
+
+        After a forward pass without a backward pass some are still gathered: they would not follow the next update.
+        """
+        if any(held[name] is not param for held, name, param in self._probes):
+            reshard(self._model)
+        for local in self._sharded:
+            local.sharded.grad = None
+        for param in self._whole:
+            param.grad = None
+
+    def collect(self) -> None:
+        """Give every local shard the gradient of its parameter; average those of parameters that are not sharded."""
+        for local in self._sharded:
+            param = local.sharded
+            if local.data_ptr() != param._local_tensor.data_ptr():  # torch has padded it before the first step
+                local.data = param._local_tensor
+            local.grad = None if param.grad is None else param.grad._local_tensor  # type: ignore[attr-defined]
+        self._average([param.grad for param in self._whole if param.grad is not None])
+
+    def _average(self, grads: Sequence[Tensor]) -> None:
+        if not grads or self._world.size == 1:
+            return
+        flat = torch.cat([grad.flatten() for grad in grads])
+        self._world.sum(flat)
+        flat /= self._world.size
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+    def norm(self, params: Iterable[nn.Parameter], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Return the norm of all gradients over all processes; `norm_of` is that of the ones here."""
+        by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
+        for param in params:
+            if param.grad is not None:
+                by_groups.setdefault(_groups(param), []).append(param.grad)
+        total: Tensor | None = None
+        for groups, grads in by_groups.items():
+            square = norm_of(grads) ** 2
+            for group in groups:
+                run_collective(lambda alias, group=group: dist.all_reduce(alias, group=group), square)
+            total = square if total is None else total + square
+        assert total is not None
+        return total.sqrt()
+
+
+def follow_shards(optimizer: Any, names: Mapping[int, str], model: nn.Module, shards: Shards) -> None:
+    """Give optimizers that were made before the model was divided the local shards of its parameters.
+
+    `names` are those of the parameters before. Anything but optimizers is left as it is. Raises ConfigError if one has
+    taken steps already.
+    """
+    for one in optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,):
+        if not isinstance(one, torch.optim.Optimizer):
+            continue
+        if one.state:
+            raise ConfigError("the optimizer has taken steps already, so its state cannot be sharded; make a new one")
+        for group in one.param_groups:
+            params = group["params"]
+            group["params"] = [
+                shards.local(model.get_parameter(names[id(param)])) if id(param) in names else param
+                for param in params
+            ]
+
+
+def _groups(param: nn.Parameter) -> tuple[Any, ...]:
+    """Return the groups of processes over which the elements of a parameter are divided."""
+    if not isinstance(param, LocalParameter):
+        return ()
+    mesh, placements = param.sharded.device_mesh, param.sharded.placements
+    assert not any(isinstance(one, Partial) for one in placements)
+    divided = (place for place, one in enumerate(placements) if not isinstance(one, Replicate))
+    return tuple(mesh.get_group(place) for place in divided if mesh.size(place) > 1)

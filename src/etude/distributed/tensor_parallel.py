@@ -1,0 +1,93 @@
+"""Tensor parallelism: the layers of a model divided over processes, by its own plan or one of the config."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from etude.core.errors import ConfigError
+
+STYLES = ("colwise", "rowwise", "colwise_gathered", "replicated")
+_HUGGING_FACE = {"colwise_rep": "colwise_gathered", "colwise_gather_output": "colwise_gathered"}
+"""Names of the same styles in the plans of transformers."""
+
+
+@runtime_checkable
+class HasTensorPlan(Protocol):
+    """A model that tells how its layers can be divided."""
+
+    def tensor_plan(self, size: int) -> Mapping[str, str]:
+        """Return a style for patterns of module names; raise ConfigError if `size` processes cannot divide them."""
+
+
+def divide_layers(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = None) -> None:
+    """Divide the layers of a model over a mesh; raise ConfigError if there is no plan or it does not fit."""
+    plan = plan if plan is not None else plan_of(model, mesh.size())
+    tied = _tied(model)
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        found = [name for name, one in model.named_modules() if fnmatchcase(name, pattern) and _is_layer(one)]
+        if not found:
+            raise ConfigError(f"the tensor plan divides '{pattern}', which is no layer of {type(model).__name__}")
+        styles |= {name: _style(style, model.get_submodule(name), name) for name in found if style != "replicated"}
+    parallelize_module(model, mesh, styles)
+    for first, others in tied.items():
+        _tie(model, first, others)
+
+
+def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
+    """Return the model's own plan: ours have `tensor_plan`, those of Hugging Face `_tp_plan`."""
+    if isinstance(model, HasTensorPlan):
+        return model.tensor_plan(size)
+    found = getattr(model, "_tp_plan", None)
+    if not isinstance(found, Mapping) or not found:
+        raise ConfigError(
+            f"parallel.tensor is {size}, but {type(model).__name__} has no tensor plan; give one in "
+            "parallel.tensor_plan, such as {'layers.*.up': colwise, 'layers.*.down': rowwise}, or use parallel.shard"
+        )
+    plan = {str(pattern): _HUGGING_FACE.get(style, str(style)) for pattern, style in found.items()}
+    if unknown := sorted({style for style in plan.values() if style not in STYLES}):
+        raise ConfigError(
+            f"the tensor plan of {type(model).__name__} has the styles {', '.join(unknown)}, which are not "
+            f"supported ({', '.join(STYLES)} are); use parallel.shard instead"
+        )
+    return plan
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Embedding))
+
+
+def _style(style: str, module: nn.Module, name: str) -> ParallelStyle:
+    if isinstance(module, nn.Embedding):
+        if style != "rowwise":
+            raise ConfigError(f"the tensor plan divides the embedding '{name}' {style}; only rowwise is supported")
+        return RowwiseParallel(input_layouts=Replicate())
+    if style == "colwise_gathered":
+        return ColwiseParallel(output_layouts=Replicate())
+    return ColwiseParallel() if style == "colwise" else RowwiseParallel()
+
+
+def _tied(model: nn.Module) -> dict[str, list[str]]:
+    """Return parameters with several names: the first name, and the others."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
+def _tie(model: nn.Module, first: str, others: list[str]) -> None:
+    """Let names share a parameter again: dividing a layer replaces it."""
+    param = model.get_parameter(first)
+    for name in others:
+        module, _, leaf = name.rpartition(".")
+        other = model.get_parameter(name)
+        alike = isinstance(param, DTensor) and isinstance(other, DTensor) and param.placements == other.placements
+        if other is not param and not alike:
+            raise ConfigError(
+                f"{first} and {name} are one parameter, which the tensor plan divides in two ways; divide both alike"
+            )
+        setattr(model.get_submodule(module), leaf, param)
