@@ -62,13 +62,17 @@ class SinkCallback(EventCallback):
 
     # --- hooks
 
+    def check_installed(self) -> None:
+        """Raise ConfigError if the package is missing."""
+        if self.package is not None:
+            import_package(self.package, self.label)
+
     def on_train_begin(self, run: RunInfo) -> None:
         """Start the thread. Raises ConfigError if the package is missing."""
         self._end()
         if not run.is_main:
             return
-        if self.package is not None:
-            import_package(self.package, self.label)
+        self.check_installed()
         self._pid = os.getpid()
         self.begin(run)
         super().on_train_begin(run)
