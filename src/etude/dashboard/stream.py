@@ -144,8 +144,11 @@ class Watch:
         all_runs: Callable[[], list[Run]],
         alerts: Alerts,
         describe: Callable[[Run], dict[str, Any]],
+        sweeps: Callable[[list[Run]], list[dict[str, Any]]] = lambda _: [],
     ) -> None:
         self._hub, self._all_runs, self._alerts, self._describe = hub, all_runs, alerts, describe
+        self._sweeps = sweeps
+        self._last_sweeps: list[dict[str, Any]] = []
         self._last: dict[str, dict[str, Any]] = {}
 
     def poll(self) -> None:
@@ -169,6 +172,9 @@ class Watch:
             del self._last[key]
         if removed:
             self._hub.send("removed", removed)
+        if (sweeps := self._sweeps(list(runs.values()))) != self._last_sweeps:
+            self._last_sweeps = sweeps
+            self._hub.send("sweeps", sweeps)
 
 
 def _time(record: dict[str, Any]) -> float:

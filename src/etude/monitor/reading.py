@@ -11,6 +11,8 @@ from etude.monitor.jsonl import decode
 
 CONFIG, METRICS, EVENTS, MEDIA = "config.yaml", "metrics.jsonl", "events.jsonl", "media.jsonl"
 STATUS, RESULT, ENVIRONMENT = "status.json", "result.json", "env.json"
+TRIALS = "trials.json"
+"""File of a sweep, beside the run folders of its trials."""
 _MARKS = frozenset([METRICS, EVENTS, STATUS, RESULT])
 _BLOCK = 1 << 16
 MOST_BYTES = 1 << 24
