@@ -7,10 +7,11 @@ from sweep_folders import make_sweep, trial, write_trials
 
 
 @pytest.fixture
-def sweep(tmp_path):
+def sweep(tmp_path, page):
     trials = make_sweep(tmp_path)
     server = Server(tmp_path)
     yield server, tmp_path, trials
+    page.goto("about:blank")  # it would report that the server is gone
     server.stop()
 
 
@@ -80,6 +81,7 @@ def test_there_is_a_tab_only_if_there_is_a_sweep_and_a_choice_if_there_are_two(p
         page.click(".trials button:has-text('trial 0')")
         expect(page.locator(".run-page")).to_contain_text("two/trial-0000")
     finally:
+        page.goto("about:blank")
         server.stop()
 
 
