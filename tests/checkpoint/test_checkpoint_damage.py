@@ -105,8 +105,8 @@ def test_the_message_names_file_and_checksums(folder: Path) -> None:
 def test_a_later_format_says_to_update(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps({"format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2, this version of etude reads 1; update etude"):
+    (folder / "manifest.json").write_text(json.dumps({"format": 3}))
+    with pytest.raises(CheckpointError, match="has format 3, this version of etude reads 2; update etude"):
         read_checkpoint(folder)
 
 

@@ -102,6 +102,6 @@ class Runs:
         command = ["resume", folder, *arguments, "--quiet"]
         return self.server.run(size, command, self.root / "logs" / f"{folder.name}-resumed")
 
-    def call(self, size: int, check: str) -> Ended:
-        """Call a function of `distributed_checks.py` in several processes."""
-        return self.server.run(size, ["call", check], self.root / "logs" / check)
+    def call(self, size: int, check: str, env: dict[str, str] | None = None) -> Ended:
+        """Call a function of `distributed_checks.py` or `sharded_checks.py` in several processes."""
+        return self.server.run(size, ["call", check], self.root / "logs" / check, env)

@@ -6,10 +6,10 @@ Run as a program. Every line of stdin is a JSON request, answered by a JSON line
     {"wait": {"timeout": 60}}                                             ->  {"codes": [0, 0], "timed_out": false}
     {"stop": {}}                                                          ->  {}, and the end
 
-Each process runs the command line of etude, or with ["call", "name"] a function of `distributed_checks.py`, with the
-variables torchrun would set. The rendezvous is held by this process as it is by torchrun's agent, and what is printed
-goes to `folder/N.out` and `folder/N.err`. If one process fails, the others have a while to notice by themselves before
-they are ended. With a size of 1 there is no torchrun.
+Each process runs the command line of etude, or with ["call", "name"] a function of `distributed_checks.py`,
+`parallel_checks.py` or `sharded_checks.py`, with the variables torchrun would set. The rendezvous is held by this
+process as it is by torchrun's agent, and what is printed goes to `folder/N.out` and `folder/N.err`. If one process fails, the others have a
+while to notice by themselves before they are ended. With a size of 1 there is no torchrun.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ from pathlib import Path
 
 import distributed_checks
 import numpy.ctypeslib  # noqa: F401 - as above
+import parallel_checks
+import sharded_checks
 import torch
 import torch._dynamo  # wrapping a model imports it: here once, for all processes
 import torch.distributed as dist
@@ -67,7 +69,8 @@ def run(rank: int, size: int, port: int, argv: list[str], log: Path, env: dict[s
     sys.argv = ["etude", *argv]
     try:
         if argv[0] == "call":
-            getattr(distributed_checks, argv[1])()
+            modules = (distributed_checks, parallel_checks, sharded_checks)
+            getattr(next(one for one in modules if hasattr(one, argv[1])), argv[1])()
         else:
             cli.main()
     except SystemExit as end:

@@ -7,9 +7,9 @@ pytestmark = pytest.mark.distributed
 WEIGHTINGS = ["none", "uncertainty", "dwa", "gradnorm", "pcgrad", "famo"]
 
 
-def check(runs, size, kind, names, accumulate=1, rest=""):
+def check(runs, size, kind, names, accumulate=1, rest="", **env):
     cases = ";".join(f"{kind},{name},{accumulate},{rest}" for name in names)
-    ended = runs.server.run(size, ["call", "many_tasks"], runs.root / "logs", env={"TASKS_CASES": cases})
+    ended = runs.server.run(size, ["call", "many_tasks"], runs.root / "logs", env={"TASKS_CASES": cases, **env})
     assert set(ended.codes) == {0}, ended
     # Torch says once that it found no unused parameters: with other tasks in other batches it will.
     # And some cases are made of tasks that do not meet, which is warned of.
@@ -44,3 +44,16 @@ def test_a_last_micro_batch_without_anything_to_learn_does_not_part_the_ranks(ru
 
 def test_a_step_of_tasks_that_are_only_watched_does_not_part_the_ranks(runs):
     check(runs, 2, "alternate", ["none", "famo", "pcgrad"], rest="watch")
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [("labels", 1), ("alternate", 1), ("together", 1), ("labels", 3)])
+def test_a_model_that_processes_divide_equals_a_whole_one(runs, kind, accumulate):
+    check(runs, 2, kind, ["none", "uncertainty", "dwa"], accumulate, TASKS_PARALLEL="fsdp")
+
+
+@pytest.mark.parametrize("name", ["gradnorm", "pcgrad", "famo"])
+def test_weightings_that_need_gradients_of_tasks_are_refused(runs, name):
+    env = {"TASKS_CASES": f"labels,{name},1,", "TASKS_PARALLEL": "fsdp"}
+    ended = runs.server.run(2, ["call", "many_tasks"], runs.root / "logs", env=env)
+    assert set(ended.codes) == {1}
+    assert all("processes that divide the model do not have" in text for text in ended.err)

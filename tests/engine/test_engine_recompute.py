@@ -9,8 +9,8 @@ from torch import nn
 
 from etude import DataLoader, Trainer
 from etude.core import ConfigError
-from etude.core.random import rng_state, set_rng_state
 from etude.core.blocks import repeated_blocks
+from etude.core.random import rng_state, set_rng_state
 from etude.engine.recompute import recompute_activations
 from etude.trainer import TrainerConfig
 

@@ -40,7 +40,7 @@ def by_the_formula(model, row, sees, positions, types=None):
     for layer in range(len(model.blocks)):
         of = {name.removeprefix(f"blocks.{layer}."): value for name, value in weights.items()}
         triples = [of["attention.qkv.weight"] @ norm(x, of["attention_norm.weight"]) for x in stream]
-        queries, keys, values = ([t.view(3, heads, size)[part] for t in triples] for part in range(3))
+        queries, keys, values = ([t.view(heads, 3, size)[:, part] for t in triples] for part in range(3))
         gathered = []
         for t in range(len(stream)):
             seen = [s for s in range(len(stream)) if sees(t, s)]
@@ -94,8 +94,8 @@ def test_it_is_a_llama_of_transformers_with_the_same_attention():
         other.model.norm.weight.copy_(model.norm.weight)
         for theirs, ours in zip(other.model.layers, model.blocks, strict=True):
             names = (theirs.self_attn.q_proj, theirs.self_attn.k_proj, theirs.self_attn.v_proj)
-            for linear, weight in zip(names, ours.attention.qkv.weight.chunk(3), strict=True):
-                linear.weight.copy_(weight)
+            for linear, weight in zip(names, ours.attention.qkv.weight.view(3, 3, 8, 24).unbind(1), strict=True):
+                linear.weight.copy_(weight.flatten(0, 1))
             theirs.self_attn.o_proj.weight.copy_(ours.attention.project.weight)
             theirs.input_layernorm.weight.copy_(ours.attention_norm.weight)
             theirs.post_attention_layernorm.weight.copy_(ours.mlp_norm.weight)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from etude.core.batch import DataBatch, JointBatch, inputs_of, map_tensors, num_samples, tensors_in, to_device
+from etude.core.blocks import repeated_blocks
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.model import HeadOutput, ModelCall
-from etude.core.blocks import repeated_blocks
 from etude.losses import LanguageModelingLoss
 from etude.models import MLP, CausalTransformerLM, LeNet5, feature_dim
 from etude.models.features import Trunk

@@ -124,6 +124,7 @@ PROBES = {
     "checkpoint_dir": ("weights", checkpoints),
     "checkpoint_interval": (0, lambda f: f["watch"].saved),
     "save_every_steps": (3, lambda f: f["watch"].saved),
+    "async_save": (True, lambda f: len(f["trainer"].output._background._copies)),
     "keep_best": (0, checkpoints),
     "monitor": ("val_accuracy", lambda f: f["trainer"].output.judge.best.best.value),
     "mode": ("max", lambda f: f["trainer"].output.judge.best.best.step),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from etude.callbacks.monitored import with_other_names
 from etude.checkpoint import check_kind, record_of
+from etude.checkpoint.saved_tensor import copy_of
 from etude.core import Clock, TrainingError
 from etude.core.model import clean_state_dict
 from etude.core.monitor import Best, Measured
@@ -108,4 +109,4 @@ class BestMetric(Callback):
 def copy_of_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of a model's state in host memory."""
     state = clean_state_dict(model)
-    return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: copy_of(value) for name, value in state.items() if isinstance(value, Tensor)}

@@ -11,11 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from etude.callbacks.swapped import SwappedWeights
 from etude.checkpoint import Checkpoint, check_kind, record_of
+from etude.checkpoint.saved_tensor import fill
 from etude.checkpoint.trust import check_tensor, errors_of
 from etude.config.registry import register
 from etude.core import CheckpointError, ConfigError
 from etude.core.arguments import checked
 from etude.core.model import clean_name, unwrap
+from etude.distributed.shards import local_of, model_param, sharded_like
 from etude.engine.callback import RunInfo, RunParts
 from etude.optim.averaging import WeightAverage
 
@@ -37,6 +39,7 @@ class EMA(SwappedWeights):
     """
 
     needs_model = True
+    loads_shards = True
 
     @checked
     def __init__(
@@ -50,7 +53,7 @@ class EMA(SwappedWeights):
         super().__init__()
         self.decay, self.start, self.every, self.validate = decay, start, every, validate
         self.average: WeightAverage | None = None
-        self._names: list[str] = []
+        self._named: dict[str, nn.Parameter] = {}
         self._loaded: dict[str, Any] = {}
         """A state that was loaded before the model was known."""
 
@@ -67,7 +70,9 @@ class EMA(SwappedWeights):
         super().bind(parts)
         optimizer = None if parts.learning_rate is None else parts.learning_rate.optimizer
         trained = (
-            None if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
+            None
+            if optimizer is None
+            else {id(model_param(one)) for group in optimizer.param_groups for one in group["params"]}
         )
         assert parts.model is not None
         self._begin(parts.model, trained)
@@ -81,10 +86,11 @@ class EMA(SwappedWeights):
         }
         if lazy := [name for name, param in named.items() if is_lazy(param)]:
             raise ConfigError(f"EMA: {lazy[0]} has no shape yet; run the model on a batch before training")
-        if self.average is not None and list(map(id, self.average.params)) == list(map(id, named.values())):
+        shards = list(map(local_of, named.values()))  # of parameters that are divided among ranks
+        if self.average is not None and list(map(id, self.average.params)) == list(map(id, shards)):
             return
-        self._names, self.is_swapped = list(named), False
-        self.average = WeightAverage(list(named.values()), self.decay, self.start, self.every) if named else None
+        self._named, self.is_swapped = named, False
+        self.average = WeightAverage(shards, self.decay, self.start, self.every) if named else None
         if self._loaded:
             self.load_state_dict(self._loaded)
         if any(param.itemsize < 4 for param in named.values()):
@@ -99,7 +105,7 @@ class EMA(SwappedWeights):
     def weights(self) -> dict[str, Tensor]:
         """Return the averages by the name of their parameter."""
         assert self.average is not None
-        return dict(zip(self._names, self.average.params if self.is_swapped else self.average.average, strict=True))
+        return dict(zip(self._named, self.average.params if self.is_swapped else self.average.average, strict=True))
 
     # --- when the model holds which weights
 
@@ -124,7 +130,8 @@ class EMA(SwappedWeights):
         """Return the weights that the model does not hold, and the number of updates."""
         if self.average is None:
             return self._loaded
-        weights = dict(zip(self._names, self.average.average, strict=True))
+        pairs = zip(self._named.items(), self.average.average, strict=True)
+        weights = {name: sharded_like(param, own) for (name, param), own in pairs}
         return {"count": self.average.count, "weights": weights, "is_swapped": self.is_swapped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,17 +141,17 @@ class EMA(SwappedWeights):
             self._loaded = state
             return
         saved: Mapping[str, Any] = state["weights"]
-        if saved.keys() != set(self._names):
-            different = next(iter(saved.keys() ^ set(self._names)))
+        if saved.keys() != self._named.keys():
+            different = next(iter(saved.keys() ^ self._named.keys()))
             raise CheckpointError(
                 f"the averages are those of other parameters; {different} is only in one of the two"
             )
-        for name, own in zip(self._names, self.average.average, strict=True):
-            check_tensor(saved[name], own, f"weights.{name}")
+        for name, param in self._named.items():
+            check_tensor(saved[name], param, f"weights.{name}")
         check_tensor(state["count"], self.average.count, "count")
         with torch.no_grad():
-            for name, own in zip(self._names, self.average.average, strict=True):
-                own.copy_(saved[name])
+            for (name, param), own in zip(self._named.items(), self.average.average, strict=True):
+                fill(sharded_like(param, own), saved[name])
             self.average.count.copy_(state["count"])
         self.is_swapped, self._loaded = state["is_swapped"], {}
 

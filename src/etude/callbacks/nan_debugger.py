@@ -38,6 +38,8 @@ class NaNDebugger(Callback):
     is read, so that the next one is run again exactly: same weights, batch and random numbers.
     """
 
+    runs_alone = True
+
     needs_model = True
 
     @checked

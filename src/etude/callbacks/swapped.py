@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from etude.checkpoint import check_kind, record_of
+from etude.checkpoint.saved_tensor import fill, whole
 from etude.checkpoint.trust import check_tensor
 from etude.core import CheckpointError, ConfigError
 from etude.core.model import clean_name, unwrap
+from etude.distributed.shards import model_param
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.optim.schedule_free import HasModes, with_modes
 
@@ -85,6 +87,8 @@ class OptimizerWeights(SwappedWeights):
     holds both.
     """
 
+    loads_shards = True
+
     def __init__(self) -> None:
         super().__init__()
         self._optimizers: list[HasModes] = []
@@ -97,7 +101,7 @@ class OptimizerWeights(SwappedWeights):
         optimizer = None if parts.learning_rate is None else parts.learning_rate.optimizer
         self._optimizers = [] if optimizer is None else with_modes(optimizer)
         if optimizer is not None and parts.model is not None and self._optimizers:
-            trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            trained = {id(model_param(one)) for group in optimizer.param_groups for one in group["params"]}
             named = unwrap(parts.model).named_parameters()
             self._params = {clean_name(name): one.detach() for name, one in named if id(one) in trained}
             self._check(self._raw)
@@ -143,7 +147,16 @@ class OptimizerWeights(SwappedWeights):
         check_kind(_STATE, state, "state")
         if self._params:  # a loop may be restored before it knows its model
             self._check(state["weights"])
-        self._raw, self.is_swapped = {name: one.clone() for name, one in state["weights"].items()}, True
+        self._raw = {name: self._copy(name, one) for name, one in state["weights"].items()}
+        self.is_swapped = True
+
+    def _copy(self, name: str, saved: Tensor) -> Tensor:
+        """Return a copy of a saved tensor, or of this process's part of it if its parameter is divided."""
+        if name not in self._params:
+            return whole(saved).clone()
+        copy = self._params[name].clone()
+        fill(copy, saved)
+        return copy
 
     def _check(self, saved: dict[str, Any]) -> None:
         if saved and (different := saved.keys() ^ self._params.keys()):

@@ -81,7 +81,7 @@ class TextSamples(Callback):
         self._run, self._published_at = run, -1
         if run.clock.step == 0:
             self._count = 0
-        if run.is_main:
+        if run.is_main or run.divides_model:
             load_tokenizer(self.tokenizer)
 
     def on_validation_end(self, epoch: int, metrics: Logs) -> None:
@@ -127,10 +127,11 @@ class TextSamples(Callback):
 
     def _sample(self) -> str | None:
         """Return all texts as one; None on other processes, or if sampling fails."""
-        if self._run is None or not self._run.is_main:
+        if self._run is None or not (self._run.is_main or self._run.divides_model):
             return None
         try:
-            return "\n\n".join(_framed(text) for text in self.sample(self._run.model)) + "\n"
+            text = "\n\n".join(_framed(text) for text in self.sample(self._run.model)) + "\n"
+            return text if self._run.is_main else None
         except Exception as error:  # sampling must not end the run, whatever the model raises
             logger.warning("text_samples: no text could be sampled: %s", " ".join(str(error).split()))
             return None

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from etude.checkpoint.contents import MANIFEST
 from etude.checkpoint.durable import delete_folder, find_folders
-from etude.checkpoint.store import MANIFEST, Checkpoint, is_intact, read_checkpoint, verify_checkpoint
+from etude.checkpoint.store import Checkpoint, is_intact, read_checkpoint, verify_checkpoint
 from etude.core.errors import CheckpointError
 from etude.core.files import beside
 from etude.core.monitor import Mode

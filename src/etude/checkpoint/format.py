@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from etude.core.errors import CheckpointError
+from etude.distributed.shards import is_sharded, local_of
 
 Structure = Any
 """JSON that mirrors a tree. A JSON object has one key, the kind of node that it represents:
@@ -54,7 +55,8 @@ def pack(tree: Any, name: str = "state") -> tuple[dict[str, Tensor], Structure]:
 
     Nothing is copied: the tensors are those of the tree, detached. A tensor is named by its dotted path. Subclasses
     are restored as their base type (an OrderedDict as a dict, a Parameter as a Tensor, NumPy's float64 as a float).
-    Raises CheckpointError with the dotted path, starting with `name`, of any unsupported object.
+    Tensors that are divided among ranks (DTensor) stay so; all ranks have the same names. Raises CheckpointError with
+    the dotted path, starting with `name`, of any unsupported object.
 
     >>> tensors, structure = pack({"weights": [torch.ones(2)], "betas": (0.9, 0.99)})
     >>> list(tensors), structure
@@ -159,17 +161,21 @@ class _Packer:
         return {"items": [[self.node(key, path), node] for key, node in nodes.items()]}
 
     def _tensor(self, value: Tensor, path: tuple[str, ...]) -> Structure:
-        if problem := _not_storable(value):
+        local = local_of(value)
+        if problem := _not_storable(local):
             raise self._error(path, problem)
         tensor = value.detach()
+        if is_sharded(value) and (local.is_complex() or local.is_neg()):
+            raise self._error(path, "is complex or negated lazily, and divided among ranks; convert it first")
         kind = "tensor"
         # Partially overlapping memory is stored twice; only identical tensors are restored as one.
-        identity: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        identity += (tensor.is_conj(), tensor.is_neg())
-        tensor = tensor.resolve_conj().resolve_neg()
+        identity: tuple[Any, ...] = (tensor.device, local.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        identity += (local.is_conj(), local.is_neg(), type(tensor))
+        if not is_sharded(value):
+            tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_complex():
             kind, tensor = "complex", torch.view_as_real(tensor)
-        if tensor.numel() == 0:
+        if local.numel() == 0:
             return {kind: self._add(tensor, path)}
         if identity not in self._name_of:
             self._name_of[identity] = self._add(tensor, path)

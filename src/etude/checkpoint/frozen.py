@@ -13,22 +13,25 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from etude.checkpoint.format import read_tensors, safetensors_pieces
-from etude.core.errors import CheckpointError
+from etude.checkpoint.saved_tensor import saved_tensors, whole
+from etude.core.errors import CheckpointError, ConfigError
 from etude.core.files import replacing
 from etude.core.model import clean_name, unwrap
 from etude.core.run_layout import FROZEN
+from etude.distributed.shards import is_sharded, model_param
 
 MARK = "sha256:"
 """Beginning of a fingerprint, which a checkpoint has in place of a tensor."""
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return a checksum of the values, shape and dtype of a tensor.
+    """Return a checksum of the values, shape and dtype of a tensor. For a DTensor all ranks call this together.
 
     >>> fingerprint(torch.zeros(2))[:13], fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2, 1))
     ('sha256:21ff1b', False)
     """
-    dense = tensor.detach().cpu().contiguous().reshape(-1)
+    values = tensor.full_tensor() if is_sharded(tensor) else whole(tensor)
+    dense = values.detach().cpu().contiguous().reshape(-1)
     found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     found.update(dense.view(torch.uint8).numpy().data)
     return MARK + found.hexdigest()
@@ -36,7 +39,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 def frozen_names(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Return the names of the parameters that are not trained, and their sizes in bytes."""
-    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained = {id(model_param(param)) for group in optimizer.param_groups for param in group["params"]}
     return {
         clean_name(name): param.nbytes
         for name, param in unwrap(model).named_parameters(remove_duplicate=False)
@@ -57,9 +60,19 @@ class FrozenParams:
     def of(
         cls, model: nn.Module, optimizer: Optimizer, root: Path, trainable_only: bool | None
     ) -> "FrozenParams | None":
-        """Return what `trainable_only` asks for; by default parameters are saved once if most are frozen."""
+        """Return what `trainable_only` asks for; by default parameters are saved once if most are frozen.
+
+        Those that are divided among ranks are in every checkpoint.
+        """
         names = frozen_names(model, optimizer)
         if not names or trainable_only is False:
+            return None
+        if any(is_sharded(param) for param in model.parameters()):
+            if trainable_only:
+                raise ConfigError(
+                    "training.trainable_only is true, but parameters that are divided among processes are always "
+                    "saved; remove it"
+                )
             return None
         size = sum(param.nbytes for param in model.parameters() if not is_lazy(param))
         if trainable_only is None and 2 * sum(names.values()) <= size:
@@ -96,12 +109,15 @@ class FrozenParams:
         return mark
 
 
-def with_frozen(model_state: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Return the state of a model with the parameters that were saved once, if they are still there and the same."""
+def with_frozen(model_state: dict[str, Any], root: Path, *, lazy: bool = False) -> dict[str, Any]:
+    """Return the state of a model with the parameters that were saved once, if they are still there and the same.
+
+    With `lazy` they are read again when they are needed.
+    """
     marks = {name: value for name, value in model_state.items() if _is_mark(value)}
     if not marks or not (root / FROZEN).is_file():
         return model_state
-    tensors = read_tensors(root / FROZEN)
+    tensors = saved_tensors([root / FROZEN]) if lazy else read_tensors(root / FROZEN)
     return model_state | {
         name: tensors[name] for name, mark in marks.items() if name in tensors and fingerprint(tensors[name]) == mark
     }

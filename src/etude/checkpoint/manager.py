@@ -1,13 +1,14 @@
 """`CheckpointManager`: a folder of checkpoints that keeps the newest and the best. Usable on its own."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
+from etude.checkpoint.contents import MANIFEST, Contents
 from etude.checkpoint.durable import clean_leftovers, delete_folder, follow
 from etude.checkpoint.folder import (
     Entry,
@@ -22,13 +23,14 @@ from etude.checkpoint.folder import (
 )
 from etude.checkpoint.match import load_model_state
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
-from etude.checkpoint.store import MANIFEST, Checkpoint, cannot_save, read_checkpoint, read_meta, write_checkpoint
+from etude.checkpoint.store import Checkpoint, cannot_save, read_checkpoint, read_meta, write_contents
 from etude.checkpoint.trust import check_kind, errors_of, record_of
 from etude.core.arguments import as_whole
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_state_dict
 from etude.core.monitor import DEFAULT_MONITOR, Mode, mode_of
 from etude.core.run_layout import BEST, LAST, folder_name
+from etude.distributed import World
 
 _log = logging.getLogger(__name__)
 
@@ -76,35 +78,56 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         meta: Mapping[str, Any] | None = None,
         config: str = "",
+        world: World | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, then delete those no longer needed; return its folder.
 
-        When this returns, the checkpoint is on disk. Raises CheckpointError if it cannot be written; earlier
-        checkpoints are then unchanged.
+        When this returns, the checkpoint is on disk. With several ranks all of them call this. Raises CheckpointError
+        if it cannot be written, on all ranks; earlier checkpoints are then unchanged.
         """
+        world = World() if world is None else world
+        contents = self.prepare(
+            step, model_state=model_state, state=state, metrics=metrics, meta=meta, config=config, world=world
+        )
+        world.attempt(lambda: self.write(step, contents, world), here=world.is_main or contents.is_sharded)
+        return self.root / folder_name(step)
+
+    def prepare(
+        self,
+        step: int,
+        *,
+        model_state: Mapping[str, Any],
+        state: Any,
+        metrics: Mapping[str, float] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        config: str = "",
+        world: World | None = None,
+    ) -> Contents:
+        """Return what `write` writes of a state. Its tensors are not copied. All ranks call this together."""
         step = as_whole("step", step, least=0, error=CheckpointError)
+        judged = {"monitor": self.monitor, "mode": self.mode}
+        facts = {**(meta or {}), **judged, "step": step, "metrics": _numbers(metrics or {})}
+        return Contents.of(model_state, state, facts, config, world)
+
+    def write(self, step: int, contents: Contents, world: World) -> None:
+        """Write what was prepared: called by rank 0, or by all ranks if the contents are sharded."""
         path = self.root / folder_name(step)
-        numbers = _numbers(metrics or {})
-        try:
-            self._clean()
-            judged = {"monitor": self.monitor, "mode": self.mode}
-            facts = {**(meta or {}), **judged, "step": step, "metrics": numbers}
-            write_checkpoint(path, model_state, state, facts, config)
-            self._tidy(step)
-        except OSError as error:
-            raise cannot_save(path, error) from error
-        return path
+        if contents.is_sharded:
+            world.attempt(lambda: self._guarded(path, self._clean), here=world.is_main)
+        else:
+            self._guarded(path, self._clean)
+        write_contents(path, contents, world)
+        if world.is_main:
+            self._guarded(path, lambda: self._tidy(step))
 
     def finish(self, step: int) -> None:
         """Complete the work after the checkpoint of `step`, if the process that saved it died too early.
 
         Leftovers are removed, the links are updated, and checkpoints no longer needed are deleted.
         """
-        try:
-            self._clean()
-            self._tidy(step)
-        except OSError as error:
-            raise cannot_save(self.root / folder_name(step), error) from error
+        path = self.root / folder_name(step)
+        self._guarded(path, self._clean)
+        self._guarded(path, lambda: self._tidy(step))
 
     def load(self, which: str | Path | None = None) -> Checkpoint:
         """Read a checkpoint: "last" (the default), "best", or one by its path or name.
@@ -195,6 +218,12 @@ class CheckpointManager:
             if isinstance(name, str) and mode in get_args(Mode):
                 return name, mode
         return None, None
+
+    def _guarded(self, path: Path, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise cannot_save(path, error) from error
 
     def _clean(self) -> None:
         if not self._cleaned:

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from etude.checkpoint.frozen import with_own
+from etude.checkpoint.saved_tensor import fill, own_part
 from etude.checkpoint.trust import same_category
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
+from etude.distributed.shards import is_sharded
 
 _NUM_NAMED = 8
 
@@ -48,9 +50,15 @@ def explain_mismatch(module_state: Mapping[str, Any], saved: Mapping[str, Any]) 
 def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load a saved state into a module in place: parameters stay the same objects, tied weights stay tied.
 
-    Raises CheckpointError if names, shapes or dtypes differ, before anything changes, or if the module raises.
+    Of parameters that are divided among ranks (DTensor) this rank's part is loaded. Raises CheckpointError if names,
+    shapes or dtypes differ, before anything changes, or if the module raises.
     """
     state = _fitting_state(module, saved)
+    for name, own in unwrap(module).state_dict(keep_vars=True).items():
+        if is_sharded(own):
+            if state[name] is not own:
+                fill(own, state[name])
+            state[name] = own.detach()
     device = next((tensor.device for tensor in unwrap(module).parameters()), None)
     for name, (owner, key, tensor) in _empty_buffers(module).items():
         if name in state:
@@ -69,7 +77,7 @@ def check_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
 def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved state under the names of the module."""
-    own = unwrap(module).state_dict()
+    own = unwrap(module).state_dict(keep_vars=True)
     current = {clean_name(name): value for name, value in own.items()}
     saved = with_own(_without_wrappers(saved, current), current)
     filled = {
@@ -85,7 +93,7 @@ def _fitting_state(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
     for name in own:
         clean = clean_name(name)
         source = clean if clean in saved else first_name[clean]
-        _check_tied(source, first_name[clean], saved)
+        _check_tied(source, first_name[clean], saved, current[clean])
         state[name] = saved[source]
     return state | filled
 
@@ -127,9 +135,9 @@ def _first_names(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     return {name: first[_identity(value) or name] for name, value in current.items()}
 
 
-def _check_tied(name: str, first: str, saved: Mapping[str, Any]) -> None:
+def _check_tied(name: str, first: str, saved: Mapping[str, Any], own: Any) -> None:
     one, other = saved[name], saved[first]
-    if one is not other and (one.dtype != other.dtype or not torch.equal(one, other)):
+    if one is not other and (one.dtype != other.dtype or not torch.equal(own_part(one, own), own_part(other, own))):
         raise CheckpointError(
             f"{first} and {name} are tied in this model but differ in the checkpoint; build the model without tying "
             "them"
@@ -140,6 +148,8 @@ def _identity(value: Any) -> tuple[Any, ...] | None:
     """Return a key that is equal only for two names of one tensor, or None if it cannot be tied."""
     if not isinstance(value, Tensor) or is_lazy(value) or value.numel() == 0 or value.is_meta:
         return None
+    if is_sharded(value):
+        return (id(value),)  # a local shard may be empty
     return value.device, value.data_ptr(), value.shape, value.stride()
 
 

@@ -9,9 +9,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from etude.checkpoint.optimizer_needs import check_settings, check_state, needed_state
+from etude.checkpoint.saved_tensor import own_part, whole
 from etude.checkpoint.trust import check_kind, record_of
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
+from etude.distributed.shards import is_sharded, model_param, sharded_like
 from etude.optim.eager import without_compiler
 from etude.optim.several import Optimizers, owner_of
 
@@ -34,7 +36,9 @@ _TREE = record_of(
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return the state of an optimizer as a tree: per parameter by its name in `model`, and per group.
 
-    The tensors are not copied. A parameter that is not in `model` is named by its index.
+    The tensors are not copied. A parameter that is not in `model` is named by its index. An alias of a local shard
+    (`etude.distributed.shards`) has the name and shape of its parameter, and states like it are DTensors. Raises
+    CheckpointError if a state of such a parameter has another shape: it would be that of one rank.
     """
     saved = optimizer.state_dict()
     groups = _named_groups(optimizer, model)
@@ -43,15 +47,34 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     name_of = dict(zip(indices, named, strict=True))
     return {
         "optimizer": _kind(optimizer),
-        "shapes": {name: tuple(parameter.shape) for name, parameter in named.items()},
+        "shapes": {name: tuple(model_param(parameter).shape) for name, parameter in named.items()},
         "groups": [
             {"params": list(names), "settings": _settings(group)}
             for group, names in zip(saved["param_groups"], groups, strict=True)
         ],
-        "state": {name_of[key]: value for key, value in saved["state"].items() if key in name_of},
+        "state": {
+            name_of[key]: {
+                kind: _sharded(named[name_of[key]], one, f"{name_of[key]}.{kind}") for kind, one in value.items()
+            }
+            for key, value in saved["state"].items()
+            if key in name_of
+        },
         "shared": {key: value for key, value in saved["state"].items() if key not in name_of},
         "other": {key: value for key, value in saved.items() if key not in ("state", "param_groups")},
     }
+
+
+def _sharded(parameter: Tensor, value: Any, place: str) -> Any:
+    """Return a state of a parameter, divided among ranks as the parameter is."""
+    if not isinstance(value, Tensor):
+        return value
+    found = sharded_like(parameter, value)
+    if found is value and is_sharded(model_param(parameter)) and value.dim():
+        raise CheckpointError(
+            f"cannot save optimizer.state.{place}: its shape {tuple(value.shape)} is not that of its parameter, which "
+            "is divided among processes; use another optimizer"
+        )
+    return found
 
 
 @without_compiler()
@@ -96,7 +119,9 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, tree: Mapping[str, A
         )
     groups, saved = _named_groups(optimizer, model), tree["shapes"]
     named = {name: parameter for group in groups for name, parameter in group.items()}
-    own = {name: saved.get(name, ()) if is_lazy(one) else tuple(one.shape) for name, one in named.items()}
+    own = {
+        name: saved.get(name, ()) if is_lazy(one) else tuple(model_param(one).shape) for name, one in named.items()
+    }
     problems = [
         *(f"{name}: not in the checkpoint" for name in own if name not in saved),
         *(f"{name}: not in the optimizer" for name in saved if name not in own),
@@ -132,9 +157,10 @@ def _check_group(
     for name, parameter in group.items():
         if is_lazy(parameter) or not states.get(name):
             continue
-        form = (parameter.shape, parameter.dtype)
+        form = (tuple(model_param(parameter).shape), parameter.dtype)
         if form not in needed:
-            needed[form] = needed_state(owner_of(optimizer, place), {**own, **saved}, parameter)
+            like = model_param(parameter)
+            needed[form] = needed_state(owner_of(optimizer, place), {**own, **saved}, like)
         if (wanted := needed[form]) is not None:
             check_state(states[name], wanted, f"optimizer.state.{name}")
 
@@ -152,7 +178,10 @@ def _named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tens
     """Return each group's parameters by name, in the optimizer's order."""
     names = {id(parameter): clean_name(name) for name, parameter in unwrap(model).named_parameters()}
     return [
-        {names.get(id(parameter), f"groups.{i}.params.{j}"): parameter for j, parameter in enumerate(group["params"])}
+        {
+            names.get(id(model_param(parameter)), f"groups.{i}.params.{j}"): parameter
+            for j, parameter in enumerate(group["params"])
+        }
         for i, group in enumerate(optimizer.param_groups)
     ]
 
@@ -190,8 +219,9 @@ def _copy(value: Any, parameter: Tensor | None = None) -> Any:
         return type(value)(_copy(item, parameter) for item in value)
     if not isinstance(value, Tensor):
         return value
-    if parameter is None or value.shape != parameter.shape:
-        return value.detach().clone()
+    if parameter is None or tuple(value.shape) != tuple(model_param(parameter).shape):
+        return whole(value).detach().clone()
+    value = own_part(value, model_param(parameter))
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 

@@ -6,40 +6,31 @@ Its manifest has the size and SHA-256 of every file, and of itself, so that any 
 import errno
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from platform import python_version
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from etude.checkpoint.contents import (
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    META,
+    PARTS,
+    SHARDED,
+    STATE,
+    Contents,
+    num_shards,
+    tensor_file,
+)
 from etude.checkpoint.durable import HashedFile, follow, new_folder
-from etude.checkpoint.format import pack, read_tensors, safetensors_pieces, unpack
+from etude.checkpoint.format import read_tensors, unpack
 from etude.checkpoint.frozen import with_frozen
+from etude.checkpoint.saved_tensor import saved_tensors, whole
 from etude.checkpoint.trust import errors_of
 from etude.core.errors import CheckpointError
-from etude.lazy import package_version
-
-MANIFEST, META, STATE, MODEL_TENSORS, STATE_TENSORS = (
-    "manifest.json",
-    "meta.json",
-    "state.json",
-    "model.safetensors",
-    "state.safetensors",
-)
-FILES = (MODEL_TENSORS, STATE_TENSORS, STATE, META)
-"""Files of every checkpoint, besides the manifest."""
-
-CONFIG = "run-config.yaml"
-"""The config of its run, if any. Not `config.yaml`: a folder with that file is a run folder."""
-
-FORMAT = 1
-"""Version of the layout; a later one is refused."""
+from etude.distributed import World
 
 
 class FileRecord(NamedTuple):
@@ -72,47 +63,146 @@ class Checkpoint:
             return {name: float(value) for name, value in self.meta.get("metrics", {}).items()}
 
 
+# --- writing
+
+
 def write_checkpoint(
-    folder: Path, model_state: Mapping[str, Any], state: Any, meta: Mapping[str, Any], config: str = ""
+    folder: Path,
+    model_state: Mapping[str, Any],
+    state: Any,
+    meta: Mapping[str, Any],
+    config: str = "",
+    world: World | None = None,
 ) -> None:
     """Write a checkpoint; it exists under its name only once it is complete and on disk.
 
     `meta` is for people: step, epoch, metrics; versions, time and shapes are added. `config` is the text of the run's
     config file: with it, a checkpoint that was moved elsewhere is self-describing. A checkpoint of the same name is
-    replaced. Raises CheckpointError if `state` holds an unsupported object or if writing fails; earlier checkpoints
-    are unchanged either way.
+    replaced. With several ranks all of them call this; each writes its blocks of the tensors that are divided among
+    them (DTensor), rank 0 writes everything else. Raises CheckpointError, on all ranks, if `state` holds an
+    unsupported object or if writing fails; earlier checkpoints are unchanged either way.
     """
-    model_tensors, model_structure = pack(dict(model_state), "model")
-    state_tensors, state_structure = pack(state, "state")
-    structure = {"format": FORMAT, "model": model_structure, "state": state_structure}
-    try:
-        with new_folder(folder) as temporary, ExitStack() as stack:
-            files = {}
-            names = [*FILES, CONFIG] if config else FILES
-            for name in (*names, MANIFEST):
-                files[name] = HashedFile(temporary / name)
-                stack.callback(files[name].close)
-            for name, tensors in ((MODEL_TENSORS, model_tensors), (STATE_TENSORS, state_tensors)):
-                for piece in safetensors_pieces(tensors):
-                    files[name].write(piece)
-            files[STATE].write(json.dumps(structure, separators=(",", ":"), allow_nan=False).encode())
-            files[META].write(_render_meta(meta, model_state))
-            if config:
-                files[CONFIG].write(config.encode("utf-8", "backslashreplace"))
-            records = {name: FileRecord(files[name].size, files[name].sha256) for name in names}
-            files[MANIFEST].write(render_manifest(records))
-            # Synced after the last write, so that the file system can commit them together.
-            for file in files.values():
+    world = World() if world is None else world
+    contents = Contents.of(model_state, state, meta, config, world)
+    world.attempt(lambda: write_contents(folder, contents, world), here=world.is_main or contents.is_sharded)
+
+
+def write_contents(folder: Path, contents: Contents, world: World) -> None:
+    """Write what was prepared: called by rank 0, or by all ranks together if the contents are sharded."""
+    if contents.is_sharded:
+        _write_together(folder, contents, world)
+        return
+    with _saving(folder), new_folder(folder) as temporary, _NewFiles(temporary) as files:
+        files.write_tensors(contents)
+        files.write_texts(contents.texts)
+
+
+def _write_together(folder: Path, contents: Contents, world: World) -> None:
+    """Let every rank write its files, then rank 0 the manifest of all.
+
+    The temporary folder of rank 0 is removed only when no other rank writes into it any more.
+    """
+    with ExitStack() as stack:
+
+        def begin() -> Path:
+            with _saving(folder):
+                return stack.enter_context(new_folder(folder))
+
+        def write() -> dict[str, FileRecord]:
+            with _saving(folder), _NewFiles(temporary) as files:
+                files.write_tensors(contents)
+            return files.records
+
+        def finish() -> None:
+            with _saving(folder):
+                with _NewFiles(temporary) as files:
+                    for text in written:
+                        files.records |= {name: FileRecord(*record) for name, record in json.loads(text).items()}
+                    files.write_texts(contents.texts)
+                stack.close()  # renames the folder
+
+        made = world.attempt(begin, here=world.is_main)
+        temporary = folder.with_name(world.share_text("" if made is None else made.name))
+        written = world.gather_text(json.dumps(world.attempt(write)))
+        world.attempt(finish, here=world.is_main)
+
+
+class _NewFiles:
+    """Files being written into a folder; they are synced after the last write, so that they are committed together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: list[HashedFile] = []
+        self.records: dict[str, FileRecord] = {}
+
+    def __enter__(self) -> "_NewFiles":
+        return self
+
+    def write_tensors(self, contents: Contents) -> None:
+        """Write the files of tensors."""
+        for name in contents.tensors:
+            self._write(name, contents.pieces(name))
+
+    def write_texts(self, texts: Mapping[str, bytes]) -> None:
+        """Write the small files, and a manifest of everything."""
+        for name, text in texts.items():
+            self._write(name, [text])
+        self._write(MANIFEST, [render_manifest(self.records)])
+
+    def _write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        file = HashedFile(self._folder / name)
+        self._files.append(file)
+        for piece in pieces:
+            file.write(piece)
+        self.records[name] = FileRecord(file.size, file.sha256)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            for file in self._files if kind is None else ():
                 file.sync()
+        finally:
+            for file in self._files:
+                file.close()
+
+
+@contextmanager
+def _saving(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise cannot_save(folder, error) from error
 
 
-def verify_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError with the file and the difference, unless every byte is as it was written."""
-    folder = follow(folder)
-    for name, record in _read_manifest(folder).items():
-        _check_file(folder, name, record)
+def cannot_save(folder: Path, error: OSError) -> CheckpointError:
+    """Return the error for a failed write, with a suitable remedy."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            remedy = "free some space or keep fewer checkpoints"
+        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR:
+            remedy = "choose a folder that can be written"
+        case errno.ENOENT:
+            remedy = "check the disk; with several machines choose a folder that all of them share"
+        case _:
+            remedy = "check the disk"
+    what = error.strerror or str(error)
+    return CheckpointError(f"cannot save {folder}: {what}; {remedy} (earlier checkpoints are unchanged)")
+
+
+# --- reading
+
+
+def verify_checkpoint(folder: Path, world: World | None = None) -> None:
+    """Raise CheckpointError with the file and the difference, unless every byte is as it was written.
+
+    The ranks of a world share the files among them; all raise the same error.
+    """
+    folder, world = follow(folder), World() if world is None else world
+
+    def check() -> None:
+        for name, record in list(_read_manifest(folder).items())[world.rank :: world.size]:
+            _check_file(folder, name, record)
+
+    world.attempt(check)
 
 
 def is_intact(folder: Path) -> bool:
@@ -124,23 +214,37 @@ def is_intact(folder: Path) -> bool:
     return True
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint and read it; nothing in it can run code. Raises CheckpointError if it is damaged."""
-    folder = follow(folder)
-    verify_checkpoint(folder)
+def read_checkpoint(folder: Path, *, lazy: bool = False, world: World | None = None) -> Checkpoint:
+    """Verify a checkpoint and read it; nothing in it can run code. Raises CheckpointError if it is damaged.
+
+    With `lazy`, tensors are `SavedTensor`s, whose values are read when they are needed. With several ranks all of them
+    call this, and all raise the same error.
+    """
+    folder, world = follow(folder), World() if world is None else world
+    verify_checkpoint(folder, world)
+    checkpoint = world.attempt(lambda: _read_verified(folder, lazy=lazy))
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _read_verified(folder: Path, *, lazy: bool) -> Checkpoint:
     structure = _read_json(folder, STATE)
-    if not {"model", "state"} <= structure.keys():
+    if not {*PARTS} <= structure.keys():
         raise _damaged(folder, f"{STATE} has no model or no state")
-    parts = {}
-    for part, name in (("model", MODEL_TENSORS), ("state", STATE_TENSORS)):
+    files, parts = _read_manifest(folder), {}
+    size = num_shards(files)
+    for part in PARTS:
+        paths = [folder / tensor_file(part, rank, size) for rank in range(size)]
         try:
-            parts[part] = unpack(read_tensors(folder / name), structure[part])
+            tensors = saved_tensors(paths) if lazy or size > 1 else read_tensors(paths[0])
+            tree = unpack(tensors if lazy else {name: whole(one) for name, one in tensors.items()}, structure[part])
         except CheckpointError as error:  # the checksums match, but the contents are not ours
             raise _damaged(folder, f"{part} in {STATE}: {error}") from error
+        parts[part] = tree
     if not isinstance(parts["model"], dict) or not all(isinstance(name, str) for name in parts["model"]):
         raise _damaged(folder, f"model in {STATE} is not tensors by name")
-    parts["model"] = with_frozen(parts["model"], folder.parent)
-    config = _read(folder, CONFIG).decode(errors="replace") if CONFIG in _read_manifest(folder) else ""
+    parts["model"] = with_frozen(parts["model"], folder.parent, lazy=lazy)
+    config = _read(folder, CONFIG).decode(errors="replace") if CONFIG in files else ""
     return Checkpoint(folder, parts["model"], parts["state"], _read_json(folder, META), config)
 
 
@@ -156,12 +260,18 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def render_manifest(files: Mapping[str, FileRecord]) -> bytes:
     """Return the canonical text of a manifest for these files."""
+    size = num_shards(files)
     content: dict[str, Any] = {
-        "format": FORMAT,
-        "files": {name: files[name]._asdict() for name in (*FILES, CONFIG) if name in files},
+        "format": FORMAT if size == 1 else SHARDED,
+        "files": {name: files[name]._asdict() for name in (*_needed(size), CONFIG) if name in files},
     }
     content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _needed(size: int) -> list[str]:
+    """Return the files of every checkpoint that this number of ranks wrote, besides the manifest, in their order."""
+    return [*(tensor_file(part, rank, size) for part in PARTS for rank in range(size)), STATE, META]
 
 
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
@@ -172,12 +282,14 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise CheckpointError(f"{folder} is not a checkpoint, or is damaged: it has no {MANIFEST}")
     content = _read_json(folder, MANIFEST)
     version = content.get("format")
-    if isinstance(version, int) and version > FORMAT:
-        raise CheckpointError(f"{folder} has format {version}, this version of etude reads {FORMAT}; update etude")
+    if isinstance(version, int) and version > SHARDED:
+        raise CheckpointError(f"{folder} has format {version}, this version of etude reads {SHARDED}; update etude")
     try:
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         # Comparing the whole text also detects damage that a JSON parser ignores, such as spaces or repeated keys.
-        is_intact = _read(folder, MANIFEST) == render_manifest(files) and files.keys() >= {*FILES}
+        is_intact = files.keys() >= {*_needed(num_shards(files))} and _read(folder, MANIFEST) == render_manifest(
+            files
+        )
     except (TypeError, LookupError, AttributeError):
         is_intact = False
     if not is_intact:
@@ -198,51 +310,6 @@ def _check_file(folder: Path, name: str, expected: FileRecord) -> None:
 def _damaged(folder: Path, what: str) -> CheckpointError:
     """Return the error for a damaged checkpoint."""
     return CheckpointError(f"checkpoint {folder} is damaged: {what}")
-
-
-# --- files
-
-
-def cannot_save(folder: Path, error: OSError) -> CheckpointError:
-    """Return the error for a failed write, with a suitable remedy."""
-    match error.errno:
-        case errno.ENOSPC | errno.EDQUOT:
-            remedy = "free some space or keep fewer checkpoints"
-        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR:
-            remedy = "choose a folder that can be written"
-        case _:
-            remedy = "check the disk"
-    what = error.strerror or str(error)
-    return CheckpointError(f"cannot save {folder}: {what}; {remedy} (earlier checkpoints are unchanged)")
-
-
-def _render_meta(meta: Mapping[str, Any], model_state: Mapping[str, Any]) -> bytes:
-    shapes = {
-        name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        for name, value in model_state.items()
-        if isinstance(value, Tensor)
-    }
-    content = {
-        "format": FORMAT,
-        **meta,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "etude": package_version(),
-        "torch": torch.__version__,
-        "python": python_version(),
-        "parameters": shapes,
-    }
-    return (json.dumps(_plain(content), indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as readable standard JSON; objects without a JSON form become text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ any other object                   model(batch): a dataclass, a graph, a PackedS
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -315,6 +316,20 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (grad, *[None] * ctx.num_parameters)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether processes divide a tensor (a DTensor)."""
+    package = sys.modules.get("torch.distributed.tensor")  # nobody has such a tensor without it
+    return package is not None and isinstance(tensor, package.DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all of its elements: one that processes divide is gathered, differentiably."""
+    if not is_divided(tensor):
+        return tensor
+    gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return gathered
 
 
 def unwrap(model: nn.Module) -> nn.Module:

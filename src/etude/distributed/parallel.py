@@ -116,6 +116,26 @@ def _nothing_of(params: list[nn.Parameter]) -> Tensor:
     return torch.stack([param.flatten()[:0].sum().float() for param in params]).sum()
 
 
+def nothing_of_terms(terms: Terms) -> Tensor:
+    """Return 0 with a zero gradient for whatever the terms depend on."""
+    sums = [term.sum for term in terms.values()]
+    trained = [one for one in sums if one.requires_grad] or sums
+    return torch.stack([one.float() * 0.0 for one in trained]).sum()
+
+
+def anchored(terms: Terms, model: nn.Module) -> Terms:
+    """Return the terms, of which one also depends on every parameter that is gathered: its gradient is 0, not None.
+
+    Ranks exchange the gradients of such parameters together, so all must have the same ones.
+    """
+    name = next((name for name, term in terms.items() if term.sum.requires_grad), None)
+    if name is None:
+        return terms
+    gathered = [param for param in model.parameters() if param.requires_grad and type(param) is nn.Parameter]
+    plain = [param for param in gathered if type(param.data) is Tensor]
+    return {**terms, name: replace(terms[name], sum=terms[name].sum + _nothing_of(plain))} if plain else terms
+
+
 def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
     """Raise TrainingError if a parameter has no gradient: it was not all-reduced, so ranks would diverge."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
@@ -176,12 +196,14 @@ class RankTask(Task):
         idle = is_empty(batch)
         if self.world.in_lockstep:
             batch = self._spare.instead_of(batch)
-        runs = not idle or self.world.in_lockstep
+        runs = not idle or self.world.in_lockstep  # in lockstep all run the model, some for nothing
         try:
             if self.task.announcement() is None:  # on all ranks: they decide together
                 self._decide(model, batch, idle=not runs)
             # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
             terms = self.task(model, batch, metrics=metrics) if runs else {}
+            if self.world.in_lockstep and not self.task.uses_all_parameters:
+                terms = anchored(terms, model)
             zero = self._zero(model, terms) if idle else None
         except torch.OutOfMemoryError:
             if not self._agreed:  # other ranks wait for the names of the terms
@@ -211,9 +233,7 @@ class RankTask(Task):
         if not self.world.in_lockstep:
             return idle_output(model)
         self.task.judged = None  # a batch of another rank is no sample of this one
-        sums = [term.sum for term in terms.values()]
-        trained = [one for one in sums if one.requires_grad] or sums
-        return torch.stack([one.float() * 0.0 for one in trained]).sum()
+        return nothing_of_terms(terms)
 
     def _decide(self, model: nn.Module, batch: Batch, *, idle: bool) -> None:
         """Take the decisions of the first batches alike: of ranks that differ, the first one counts."""

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from etude.core.blocks import modules_matching, repeated_blocks
@@ -25,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LocalParameter(nn.Parameter):
-    """The local shard of a parameter, as an optimizer sees it."""
+    """The local shard of a parameter, as an optimizer sees it (see `shards.py`)."""
 
     sharded: DTensor
     """The parameter of the model."""
@@ -56,6 +63,8 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
     for name in _blocks(model, settings.blocks):
         fully_shard(model.get_submodule(name), reshard_after_forward=settings.reshard_after_forward, **options)
     fully_shard(model, **options)
+    if callable(getattr(model, "generate", None)):  # it runs layers without calling the model
+        register_fsdp_forward_method(model, "generate")
     # A block of ours returns a view, which nothing changes in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPTransformerBlock\) returned a view")
 

@@ -8,12 +8,13 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +51,7 @@ class World:
     """All processes, if these ranks are only some of them."""
     in_lockstep: bool = False
     """Whether running the model communicates: all ranks must run it equally often, also without samples."""
+    _apart: "World | None" = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -120,12 +122,21 @@ class World:
         except EtudeError as error:
             failure = error
         if self.size > 1:
-            texts = self.gather_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+            is_own = failure is not None and not failure.reported_elsewhere  # not one of an attempt inside this one
+            texts = self.gather_text(f"{type(failure).__name__}: {failure}" if is_own else "")
             first = next((rank for rank, text in enumerate(texts) if text), self.rank)
             failure = failure if first == self.rank else _error_of_another_rank(texts[first])
         if failure is not None:
             raise failure
         return result
+
+    def apart(self) -> "World":
+        """Return the same ranks with a gloo group of their own, for another thread. All ranks call this together."""
+        if self.size == 1:
+            return self
+        if self._apart is None:
+            self._apart = replace(self, host_group=dist.new_group(backend="gloo"))
+        return self._apart
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -144,6 +155,7 @@ class World:
 
 _lent: list[weakref.ref[Tensor]] = []
 """Aliases of tensors that a gloo thread may still hold."""
+_lending = threading.Lock()
 RETURN_TIMEOUT_S = 5.0
 
 
@@ -156,7 +168,8 @@ def run_collective(collective: Callable[..., object], *tensors: Tensor) -> None:
     nothing else refers to, and this process exits when all of them are gone.
     """
     aliases = [tensor.detach() for tensor in tensors]
-    _lent[:] = [*(ref for ref in _lent if ref() is not None), *map(weakref.ref, aliases)]
+    with _lending:
+        _lent[:] = [*(ref for ref in _lent if ref() is not None), *map(weakref.ref, aliases)]
     try:
         collective(*aliases)
     except BaseException as error:

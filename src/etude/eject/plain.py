@@ -130,9 +130,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention outputs (B, L, D)."""
         batch, length, width = x.shape
-        queries_keys, values = self.qkv(x).view(batch, length, 3, self.n_heads, -1).split((2, 1), 2)
-        queries, keys = rotate(queries_keys).permute(2, 0, 3, 1, 4).unbind()
-        values = values.squeeze(2).transpose(1, 2)
+        queries_keys, values = self.qkv(x).view(batch, length, self.n_heads, 3, -1).split((2, 1), 3)
+        queries, keys = rotate(queries_keys).permute(3, 0, 2, 1, 4).unbind()
+        values = values.squeeze(3).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         gathered = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
         projected: Tensor = self.project(gathered.transpose(1, 2).reshape(batch, length, width))
@@ -154,7 +154,7 @@ class FeedForward(nn.Module):
 
 
 def rotate(heads: Tensor) -> Tensor:
-    """Rotate each pair (i, i + E/2) of the features (B, L, 2, H, E) by the angle of its position."""
+    """Rotate each pair (i, i + E/2) of the features (B, L, H, 2, E) by the angle of its position."""
     length, size = heads.shape[1], heads.shape[-1]
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     angles = torch.arange(length)[:, None, None, None].float() * 10_000.0**-exponents

@@ -81,6 +81,8 @@ class RunInfo:
     resumed: bool = False
     best: Best | None = None
     """The metric by which the run is judged, with its last and its best value so far; None if there is none."""
+    divides_model: bool = False
+    """Whether several processes divide the model: all of them must run it together."""
 
 
 @dataclass(slots=True)
@@ -136,8 +138,12 @@ class Callback(RemembersArguments):
     """False if it freezes parameters that the optimizer has, so that a step may leave them out."""
     gradients_every = 1
     """Steps between two calls of `on_gradients`; the steps in between can be captured as CUDA graphs."""
+    runs_alone = False
+    """True if it runs the model on one process by itself, so that a model that processes divide is refused."""
     listens = False
     """True if it passes on what other callbacks send: its `on_train_end` is called after theirs."""
+    loads_shards = False
+    """True if `load_state_dict` accepts tensors whose values are still in files (`etude.checkpoint.saved_tensor`)."""
     _siblings: "CallbackList | None" = None
 
     def __init__(self) -> None:

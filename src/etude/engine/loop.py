@@ -85,6 +85,14 @@ class Loop:
 
     def run(self) -> dict[str, float]:
         """Train until the plan is complete or a stop is requested; save; return the last metrics."""
+        try:
+            return self._run()
+        except Exception:
+            if self.saver is not None:
+                self.saver.join()  # a checkpoint of an earlier step is completed
+            raise
+
+    def _run(self) -> dict[str, float]:
         self._poll()
         try:
             while not self._finished():
@@ -97,6 +105,7 @@ class Loop:
         if not self.control.stop:
             self.finite.run(self.clock.step)
         self._save()
+        self._settle()
         return self.logs
 
     def _run_epoch(self) -> None:
@@ -199,8 +208,11 @@ class Loop:
         self.callbacks.on_log({**position, **self._phase(), **record, **rates, **self.callbacks.numbers()})
 
     def _poll(self) -> None:
-        if asked := self.stop_poll.asked(self.clock.step):
+        is_writing = self.saver is not None and self.saver.is_writing
+        if asked := self.stop_poll.asked(self.clock.step, is_writing=is_writing):
             self.control.request_stop(asked, by_signal=True)
+        if self.stop_poll.all_written:
+            self._settle()
 
     def _validate_and_save(self) -> None:
         plan, control, step = self.plan, self.control, self.clock.step
@@ -249,9 +261,15 @@ class Loop:
             return
         metrics = self.logs if self._logs_at == self.clock.step else {}
         with span("saving"):
+            self._settle()
             if (path := self.saver.save(metrics)) is not None:
                 self.callbacks.on_checkpoint(path)
         self.log.restart_timer()
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is written in the background, if there is one, and report it."""
+        if self.saver is not None and (path := self.saver.settle()) is not None:
+            self.callbacks.on_checkpoint(path)
 
     def _set_logs(self, logs: dict[str, float]) -> None:
         self.logs, self._logs_at = logs, self.clock.step
@@ -275,7 +293,9 @@ class Loop:
         dues = [step - step % interval + interval for interval in intervals if interval]
         if plan.max_steps is not None:
             dues.append(plan.max_steps)
-        dues.append(self.stop_poll.due)
+        is_alone = self.state.world.size == 1
+        # A single process looks after every step whether its checkpoint is complete; several ask each other.
+        dues.append(step + 1 if is_alone and self.saver is not None and self.saver.pending else self.stop_poll.due)
         return min(dues)
 
     def _timed(self, groups: Iterator[list[Batch]]) -> Iterator[list[Batch]]:

@@ -4,8 +4,8 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, get_type_hints
 from zlib import crc32
@@ -16,9 +16,12 @@ from annotated_types import Ge, Lt, MinLen
 from torch import Tensor, nn
 
 from etude.checkpoint import Checkpoint, CheckpointManager, check_kind, load_model_state, pack, record_of, unpack
+from etude.checkpoint.background import BackgroundWriter
+from etude.checkpoint.contents import Contents
 from etude.checkpoint.frozen import FrozenParams
 from etude.checkpoint.match import check_model_state
 from etude.checkpoint.optimizer import check_optimizer, load_optimizer_state, optimizer_state
+from etude.checkpoint.saved_tensor import has_tensors, whole, whole_tree
 from etude.checkpoint.trust import errors_of
 from etude.core import CheckpointError, Clock, Task
 from etude.core.loader import StatefulLoader
@@ -133,7 +136,7 @@ class TrainState:
                 self.world.size,
             )
         saved = checkpoint.state["callbacks"].items()
-        left = [key for key, state in saved if key not in self.callbacks.by_key() and pack(state)[0]]
+        left = [key for key, state in saved if key not in self.callbacks.by_key() and has_tensors(state)]
         if self.world.is_main and left:
             logger.warning("the checkpoint has tensors of callbacks that this run lacks: %s", ", ".join(left))
         compiled = checkpoint.state.get("compile", {})
@@ -178,7 +181,7 @@ class TrainState:
             for key, callback in self.callbacks.by_key().items():
                 if saved := state["callbacks"].get(key):
                     with errors_of(checkpoint.path, f"callbacks.{key}"):
-                        callback.load_state_dict(saved)
+                        callback.load_state_dict(saved if callback.loads_shards else whole_tree(saved))
             with errors_of(checkpoint.path, "metrics"):
                 saved = state.get("metrics", [])[self.log.world.rank :: self.log.world.size]
                 self.task.measures.load_state_dict(*map(_decode, saved))
@@ -257,7 +260,7 @@ def _encode(tree: dict[str, Any]) -> Tensor:
 
 
 def _decode(data: Tensor) -> dict[str, Any]:
-    raw = data.cpu().numpy().tobytes()
+    raw = whole(data).cpu().numpy().tobytes()
     header_size = int.from_bytes(raw[:8], "little")
     structure = json.loads(json.loads(raw[8 : 8 + header_size])["__metadata__"]["structure"])
     tree: dict[str, Any] = unpack(safetensors.torch.load(raw), structure)
@@ -265,7 +268,10 @@ def _decode(data: Tensor) -> dict[str, Any]:
 
 
 class Saver:
-    """Writes the state of a run through a `CheckpointManager`, at most once per step."""
+    """Writes the state of a run through a `CheckpointManager`, at most once per step.
+
+    With a `BackgroundWriter` a save returns as soon as the state is copied; `settle` waits for its files.
+    """
 
     def __init__(
         self,
@@ -276,6 +282,7 @@ class Saver:
         resumed: Mapping[str, float] | None = None,
         config: str = "",
         trainable_only: bool | None = None,
+        background: BackgroundWriter | None = None,
     ) -> None:
         """Make a saver.
 
@@ -289,33 +296,78 @@ class Saver:
         self._frozen = FrozenParams.of(state.model, state.optimizer, manager.root, trainable_only)
         self._resumed_at = None if resumed is None else self._moment()
         self._saved_at, self._has_metrics = self._resumed_at, bool(resumed)
+        self._background = background
+        self._pending: Path | None = None
+
+    @property
+    def pending(self) -> Path | None:
+        """The checkpoint that `settle` waits for; the same on all ranks."""
+        return self._pending
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes in the background."""
+        return self._background is not None and self._background.is_busy
 
     def save(self, metrics: Mapping[str, float]) -> Path | None:
-        """Write a checkpoint and return its folder; None if this state is saved already.
+        """Write a checkpoint and return its folder; None if this state is saved already, or `pending`.
 
-        Raises CheckpointError on every rank if the writing rank cannot write; earlier checkpoints stay intact.
+        Raises CheckpointError on every rank if a rank cannot write; earlier checkpoints stay intact.
         """
+        self.settle()
         clock, world = self._state.clock, self._state.world
         if self._moment() == self._saved_at and (self._has_metrics or not metrics):
             if self._saved_at == self._resumed_at:
                 world.attempt(lambda: self.manager.finish(clock.step), here=world.is_main)
             return None
+        path = self.manager.root / folder_name(clock.step)
         with self._state.callbacks.saving():
-            model_state, rest = self._state.capture()
-            meta = {**self._meta, "epoch": clock.epoch, "position": clock.position}
-            world.attempt(
-                lambda: self.manager.save(
-                    clock.step,
-                    model_state=model_state if self._frozen is None else self._frozen.replaced(model_state),
-                    state=rest,
-                    metrics=dict(metrics),
-                    meta=meta,
-                    config=self._config,
-                ),
-                here=world.is_main,
-            )
+            contents = self._contents(dict(metrics))
+            here = world.is_main or contents.is_sharded
+            if self._background is None:
+                world.attempt(lambda: self.manager.write(clock.step, contents, world), here=here)
+            else:
+                # Its own group: collectives of a thread and of training would meet in any order.
+                apart = world.apart() if contents.is_sharded else replace(world, size=1)
+                write = partial(self.manager.write, clock.step, world=apart)
+                start = self._background.start
+                world.attempt(lambda: start(contents, lambda copy: write(contents=copy)), here=here)
+                self._pending = path
         self._saved_at, self._has_metrics = self._moment(), bool(metrics)
-        return self.manager.root / folder_name(clock.step)
+        return path if self._pending is None else None
+
+    def settle(self) -> Path | None:
+        """Wait for the checkpoint that is written in the background and return its folder; None if there is none.
+
+        Raises CheckpointError on every rank if a rank could not write it. All ranks call this together.
+        """
+        path, self._pending = self._pending, None
+        if path is not None and self._background is not None:
+            self._state.world.attempt(self._background.wait)
+        return path
+
+    def join(self) -> None:
+        """Wait until this rank writes nothing, whatever became of it: for the end of a run that failed."""
+        if self._background is not None:
+            self._background.join()
+
+    def _contents(self, metrics: dict[str, float]) -> Contents:
+        clock, world = self._state.clock, self._state.world
+        model_state, rest = self._state.capture()
+        meta = {**self._meta, "epoch": clock.epoch, "position": clock.position}
+        if self._frozen is not None:
+            frozen = self._frozen
+            replaced = world.attempt(lambda: frozen.replaced(model_state), here=world.is_main)
+            model_state = model_state if replaced is None else replaced
+        return self.manager.prepare(
+            clock.step,
+            model_state=model_state,
+            state=rest,
+            metrics=metrics,
+            meta=meta,
+            config=self._config,
+            world=world,
+        )
 
     def _moment(self) -> tuple[int, int]:
         return self._state.clock.step, self._state.clock.epoch

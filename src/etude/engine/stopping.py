@@ -110,19 +110,24 @@ class StopPoll:
         self._last: tuple[float, int] | None = None
         self.due = 0 if world.size > 1 else 2**62
         """The next step after which ranks exchange requests; a single process checks after every step."""
+        self.all_written = False
+        """Whether no rank wrote a checkpoint in the background when they last exchanged, at this step."""
 
-    def asked(self, step: int) -> str:
+    def asked(self, step: int, *, is_writing: bool = False) -> str:
         """Return why the run must stop after `step`, or an empty string."""
         mine = self._interrupts.requested
         if self._world.size == 1:
+            self.all_written = not is_writing
             return mine
+        self.all_written = False
         if step < self.due:
             return ""
         now, (then, since) = time.perf_counter(), self._last or (0.0, step)
         done = step - since
         # At most twice the last interval, so that a signal is handled soon even if steps become slow.
         gap = max(1, min(2 * done, int(done / max(now - then, 1e-9) * POLL_S)))
-        anyone, shortest = self._world.host_max([int(bool(mine)), -gap])
+        anyone, shortest, busy = self._world.host_max([int(bool(mine)), -gap, int(is_writing)])
+        self.all_written = not busy
         self.due, self._last = step - shortest, (now, step)
         return (mine or OTHER_PROCESS) if anyone else ""
 

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from etude.checkpoint import Checkpoint
+from etude.checkpoint.saved_tensor import copy_of
 from etude.core import Batch, Clock, StepReport
 from etude.core.batch import map_tensors
 from etude.core.buffers import BufferGuard
@@ -27,7 +25,10 @@ def trial(state: TrainState, step: Step) -> Iterator[TrialStep]:
     """
     model_state, rest = state.capture()
     saved = Checkpoint(
-        Path("the state before the trial"), _copied(model_state), _copied({**rest, "callbacks": {}}), {}
+        Path("the state before the trial"),
+        map_tensors(model_state, copy_of),
+        map_tensors({**rest, "callbacks": {}}, copy_of),
+        {},
     )
     caches = BufferGuard(state.model, caches=True)
     caches.remember()
@@ -63,12 +64,3 @@ def trial(state: TrainState, step: Step) -> Iterator[TrialStep]:
             module.training = mode
         for param, gradient in gradients:
             param.grad = gradient
-
-
-def _copied(tree: Any) -> Any:
-    """Return a copy of all tensors in the host's memory."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True)
-
-    return map_tensors(tree, copy)

@@ -6,6 +6,7 @@ unchanged, which is checked on the first batch.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from etude.core.batch import Batch, map_tensors, tensors_in
 from etude.core.buffers import probing
 from etude.core.errors import TrainingError
-from etude.core.model import HeadOutput, ModelCall, linked, unwrap
+from etude.core.model import HeadOutput, ModelCall, linked, unwrap, whole
 from etude.losses.strategies import head_of, logits_of
 
 FEW_POSITIONS = 16
@@ -58,10 +59,10 @@ class FusedHead:
             output = call(model, batch)
         head = head_of(output)
         if head is None:
-            hidden, weight = logits_of(output), self.head.weight
+            hidden, weight = logits_of(output), whole(self.head.weight)
             if not torch.is_autocast_enabled(hidden.device.type):
                 hidden = hidden.to(weight.dtype)  # many models convert their supposed logits to float32
-            head = HeadOutput(hidden, weight, self.head.bias)
+            head = HeadOutput(hidden, weight, None if self.head.bias is None else whole(self.head.bias))
         return {**output, "logits": head} if isinstance(output, Mapping) else head
 
     @contextmanager
@@ -72,10 +73,16 @@ class FusedHead:
             return function(hidden)
 
         before = self.head.__dict__.get("forward")
+        hooks = self.head._forward_pre_hooks, self.head._forward_hooks
+        if (
+            whole(self.head.weight) is not self.head.weight
+        ):  # of tensor parallelism: they divide what the layer returns
+            self.head._forward_pre_hooks, self.head._forward_hooks = OrderedDict(), OrderedDict()
         self.head.forward = MethodType(forward, self.head)  # type: ignore[method-assign]
         try:
             yield
         finally:
+            self.head._forward_pre_hooks, self.head._forward_hooks = hooks
             del self.head.forward
             if before is not None:
                 self.head.forward = before  # type: ignore[method-assign]

@@ -98,6 +98,22 @@ class CausalTransformerLM(nn.Module):
         """The last dimension of `features`, d_model."""
         return self.head.in_features
 
+    def tensor_plan(self, size: int) -> dict[str, str]:
+        """Return how `size` processes divide the layers: every process has some of the heads and of the vocabulary.
+
+        Raises ConfigError if the heads cannot be divided evenly.
+        """
+        if self.n_heads % size:
+            raise ConfigError(f"parallel.tensor is {size}, which does not divide n_heads {self.n_heads} of the model")
+        return {
+            "embedding": "rowwise",
+            "blocks.*.attention.qkv": "colwise",
+            "blocks.*.attention.project": "rowwise",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "head": "colwise_gathered",
+        }
+
     def get_output_embeddings(self) -> nn.Linear:
         """Return the output layer, for losses that run the model without it (`fused_head`)."""
         return self.head
@@ -179,7 +195,7 @@ class CausalTransformerLM(nn.Module):
                 "generate needs a prompt of at least one token; pass the token that begins a document"
             )
         with evaluating(self):
-            fresh, cache = tokens[:, -self.max_len :], self._new_cache(tokens)
+            fresh, cache = tokens[:, -self.max_len :], self._new_cache()
             stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
             for _ in range(max_new_tokens):
                 fresh_types = None if types is None else types[:, -fresh.shape[1] :]
@@ -193,7 +209,7 @@ class CausalTransformerLM(nn.Module):
                 if stop_id is not None and bool(stopped.all()):  # synchronises
                     break
                 if cache[0].length == self.max_len:
-                    fresh, cache = tokens[:, -max(1, self.max_len // 2) :], self._new_cache(tokens)
+                    fresh, cache = tokens[:, -max(1, self.max_len // 2) :], self._new_cache()
         return tokens if prompt_ids.dim() == 2 else tokens[0]
 
     def _check(self, tokens: Tensor, types: Tensor | None, attn_mask: Tensor | None) -> None:
@@ -257,9 +273,8 @@ class CausalTransformerLM(nn.Module):
         logits: Tensor = self.head(self._hidden(tokens, types, None, None, cache)[:, -1])
         return logits
 
-    def _new_cache(self, tokens: Tensor) -> "list[LayerCache]":
-        shape = (len(tokens), self.n_heads, self.max_len, self.head_dim)
-        return [LayerCache(shape, self.embedding.weight) for _ in self.blocks]
+    def _new_cache(self) -> "list[LayerCache]":
+        return [LayerCache(self.max_len, self.embedding.weight.dtype) for _ in self.blocks]
 
 
 class TransformerBlock(nn.Module):
@@ -295,7 +310,7 @@ class Attention(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
-        self.n_heads, self.dropout = n_heads, dropout
+        self.head_dim, self.dropout = d_model // n_heads, dropout
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.project = nn.Linear(d_model, d_model, bias=False)
 
@@ -308,11 +323,12 @@ class Attention(nn.Module):
         causal: bool = True,
     ) -> Tensor:
         """Return attention outputs over the positions of `mask`, or all, or the earlier ones if `causal`."""
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.n_heads, -1)
-        turned, values = heads.split((2, 1), 2)  # so that their gradients are concatenated, not added
-        queries, keys = rotate(turned, rotary).permute(2, 0, 3, 1, 4).unbind()  # (B, H, L, E) each
-        values = values.squeeze(2).transpose(1, 2)
+        batch, length, _ = x.shape
+        # The rows of a head are neighbours, so that processes can divide the heads; then there are fewer of them here.
+        heads = self.qkv(x).view(batch, length, -1, 3, self.head_dim)
+        turned, values = heads.split((2, 1), 3)  # so that their gradients are concatenated, not added
+        queries, keys = rotate(turned, rotary).permute(3, 0, 2, 1, 4).unbind()  # (B, H, L, E) each
+        values = values.squeeze(3).transpose(1, 2)
         is_causal = causal and mask is None
         if length == 1:  # a single new token attends to the whole cache
             is_causal = False
@@ -327,7 +343,7 @@ class Attention(nn.Module):
             gathered = F.scaled_dot_product_attention(
                 queries, keys, values, mask, dropout_p=dropout, is_causal=is_causal
             ).transpose(1, 2)
-        projected: Tensor = self.project(gathered.reshape(batch, length, width))
+        projected: Tensor = self.project(gathered.reshape(batch, length, -1))
         return projected
 
 
@@ -348,12 +364,17 @@ class FeedForward(nn.Module):
 class LayerCache:
     """Keys and values (B, H, max_len, E) of one layer; the first `length` positions are filled."""
 
-    def __init__(self, shape: tuple[int, int, int, int], like: Tensor) -> None:
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+    def __init__(self, max_len: int, dtype: torch.dtype) -> None:
+        self.max_len, self.dtype = max_len, dtype
+        self.keys, self.values = torch.empty(0), torch.empty(0)
         self.length = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append positions; return all keys and values so far."""
+        if not self.length:
+            batch, heads, _, size = keys.shape
+            shape = (batch, heads, self.max_len, size)
+            self.keys, self.values = (part.new_empty(shape, dtype=self.dtype) for part in (keys, values))
         begin, self.length = self.length, self.length + keys.shape[2]
         self.keys[:, :, begin : self.length] = keys
         self.values[:, :, begin : self.length] = values
@@ -407,7 +428,7 @@ def _shapes_of_angles(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tens
 
 
 def rotate(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (i, i + E/2) of features (…, L, N, H, E) by the angle of its position.
+    """Rotate each pair (i, i + E/2) of features (…, L, H, N, E) by the angle of its position.
 
     With `roll` this takes three passes over memory, a third of the cost of the formula on halves; compiled it is one
     pass.

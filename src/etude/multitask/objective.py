@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,8 @@ from etude.core import Batch, ConfigError, Task, Terms, TrainingError
 from etude.core.batch import STREAM, JointBatch, is_empty
 from etude.core.task import LossTerm
 from etude.distributed import World
-from etude.distributed.parallel import idle_output, local_gradients
+from etude.distributed.lockstep import Spare
+from etude.distributed.parallel import anchored, idle_output, local_gradients, nothing_of_terms
 from etude.engine.callback_list import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model
@@ -65,6 +67,11 @@ class TaskObjective(Objective):
     def connect(self, callbacks: CallbackList) -> None:
         """Find the callbacks that read the tasks' gradients, and send notices to the user."""
         self._watchers = [one for one in callbacks if isinstance(one, TaskGradientWatcher)]
+        if self._watchers and self.parts.world.in_lockstep:
+            raise ConfigError(
+                f"{type(self._watchers[0]).__name__} reads the gradients of each task, which processes that divide the "
+                "model do not have; remove it, or use parallel: ddp"
+            )
         self.notice = callbacks.on_notice
 
     def is_usual(self, step: int) -> bool:
@@ -185,9 +192,12 @@ class RankTasks(Task):
 
     def __init__(self, task: "MultiTask", world: World) -> None:
         self.task, self.world = task, world
+        self._spares: dict[int, Spare] = {}
 
     def __call__(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
         """Return the terms of this rank's samples, and terms that only other ranks have, with count 0."""
+        if self.world.in_lockstep:
+            return self._in_lockstep(model, batch, metrics=metrics)
         names = self.task.weighted_terms(batch)
         if is_empty(batch):
             zero = idle_output(model)
@@ -200,6 +210,25 @@ class RankTasks(Task):
         nothing = torch.zeros((), device=next(model.parameters()).device)
         found = {name: terms.get(name) or _absent(name, nothing) for name in names}
         return found | {name: term for name, term in terms.items() if name not in found}
+
+    def _in_lockstep(self, model: nn.Module, batch: Batch, *, metrics: bool | None) -> Terms:
+        """Run the streams of a batch one after the other, those without samples here on a batch of another rank."""
+        total: Terms = {}
+        for place, part in enumerate(batch if isinstance(batch, JointBatch) else [batch]):
+            used = self._spares.setdefault(place, Spare(self.world)).instead_of(part)
+            terms = anchored(self.task(model, used, metrics=metrics and used is part), model)
+            if used is not part:
+                self.task.judged = None
+                zero = nothing_of_terms(terms)
+                terms = {name: _absent(name, zero) for name in self.task.weighted_terms(used)}
+            for name, term in terms.items():
+                before = total.get(name)
+                total[name] = term if before is None else _sum_of(before, term)
+        return total
+
+
+def _sum_of(one: LossTerm, other: LossTerm) -> LossTerm:
+    return replace(one, sum=one.sum + other.sum, count=one.count + other.count)
 
 
 def _absent(name: str, zero: Tensor) -> LossTerm:

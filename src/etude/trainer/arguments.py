@@ -17,6 +17,7 @@ from etude.core.spelling import did_you_mean
 from etude.core.task import Measures, as_task
 from etude.distributed.settings import SHORT, ParallelConfig
 from etude.engine.callback import Callback
+from etude.engine.callback_list import CallbackList
 from etude.lazy import import_room
 from etude.losses import LossStrategy, SupervisedTask, as_strategy
 from etude.metrics.metric_set import MetricLike, MetricSet
@@ -82,6 +83,21 @@ def as_parallel(parallel: Any) -> ParallelConfig:
     expect("parallel", parallel, isinstance(parallel, Mapping | str | None), "a mapping, ddp, fsdp or auto")
     data = SHORT.get(parallel, {"shard": parallel}) if isinstance(parallel, str) else dict(parallel or {})
     return validate_section(ParallelConfig, data, path="parallel", document=None)
+
+
+def check_divided(config: TrainerConfig, callbacks: CallbackList) -> None:
+    """Raise ConfigError for what a model that processes divide does not support."""
+    why = "which processes that divide the model do not have; remove it, or use parallel: ddp"
+    for one in callbacks:
+        if one in callbacks.watchers():
+            raise ConfigError(f"{type(one).__name__} reads the gradients of whole layers, {why}")
+        if one.runs_alone:
+            raise ConfigError(f"{type(one).__name__} runs the whole model on one process, {why}")
+    for name in ("batch_size", "micro_batch_size"):
+        if getattr(config, name) == "auto":
+            raise ConfigError(
+                f"training.{name} is auto, which a model that processes divide does not support; set it"
+            )
 
 
 def as_loss(loss: Any) -> Any:

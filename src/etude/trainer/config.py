@@ -99,6 +99,8 @@ class TrainerConfig(SectionModel):
     """Epochs between checkpoints; with 0 only the one at the end remains."""
     save_every_steps: Count | None = None
     """Also save every n steps."""
+    async_save: bool = False
+    """Write checkpoints in the background: training waits only for a copy of the state in host memory."""
     keep_best: CountFrom0 = 3
     """Number of best checkpoints, by `monitor`, that are kept beside the last one."""
     trainable_only: bool | None = None

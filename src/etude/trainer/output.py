@@ -19,12 +19,14 @@ from etude.checkpoint import (
     locate_checkpoint,
     read_checkpoint,
 )
+from etude.checkpoint.background import BackgroundWriter
 from etude.checkpoint.store import is_intact
 from etude.checkpoint.trust import errors_of
 from etude.config import dump_yaml
 from etude.config.selection import plain
 from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
 from etude.core.run_layout import folder_name
+from etude.distributed.shards import has_shards
 from etude.engine.callback import Callback
 from etude.engine.callback_list import CallbackList
 from etude.engine.state import Saver, TrainState
@@ -37,7 +39,7 @@ logger = logging.getLogger("etude")
 
 Folder = str | Path | RunFolder | None
 """A run folder, or a path for one; None if nothing is written."""
-_SAVING = ("checkpoint_interval", "save_every_steps", "keep_best", "trainable_only")
+_SAVING = ("checkpoint_interval", "save_every_steps", "async_save", "keep_best", "trainable_only")
 
 
 class Output:
@@ -79,6 +81,7 @@ class Output:
         """The last metrics of what it continues from: the result if nothing is left to train."""
         self._came_from: Path | None = None
         self._last_weights: dict[str, Tensor] | None = None
+        self._background = BackgroundWriter()
         self._whole_config = None if whole_config is None else dict(whole_config)
         self._recipe = dict(recipe or {})
         self._overwrite = overwrite
@@ -137,7 +140,16 @@ class Output:
         is_saved = not again and self._came_from is not None and self._holds(self._came_from)
         resumed = self.metrics if is_saved else None  # the unchanged state is already saved there
         described, only = dump_yaml(self._described(config)), config.trainable_only
-        return Saver(manager, state, meta, resumed=resumed, config=described, trainable_only=only)
+        background = self._background if config.async_save else None
+        return Saver(
+            manager,
+            state,
+            meta,
+            resumed=resumed,
+            config=described,
+            trainable_only=only,
+            background=background,
+        )
 
     def finish(
         self, clock: Clock, callbacks: CallbackList, metrics: Mapping[str, float], files: Mapping[str, str]
@@ -179,7 +191,8 @@ class Output:
         weights = self.judge.weights
         if self.folder is not None and weights is None:
             try:
-                weights = self.read(self.folder.checkpoints_path / folder_name(best.step)).model_state
+                path, lazy = self.folder.checkpoints_path / folder_name(best.step), has_shards([*model.parameters()])
+                weights = self.read(path, lazy=lazy).model_state
             except CheckpointError as error:
                 return f"the model keeps its last weights, because those of {words} cannot be read: {error}"
         if weights is None:
@@ -243,15 +256,17 @@ class Output:
         found = self._world.attempt(lambda: find_checkpoints(folder.checkpoints_path), here=self._world.is_main)
         return folder.path if self._world.share_text("yes" if found else "") else None
 
-    def read(self, path: Path, check: Callable[[Mapping[str, Any], Path], None] | None = None) -> Checkpoint:
+    def read(
+        self, path: Path, check: Callable[[Mapping[str, Any], Path], None] | None = None, *, lazy: bool = False
+    ) -> Checkpoint:
         """Read the checkpoint at a path: the checkpoint itself, or the newest intact one of a run or folder.
 
-        All ranks read the same one. `check` receives its stored data and location, and may refuse it.
+        All ranks read the same one. `check` receives its stored data and location, and may refuse it. With `lazy` the
+        values of tensors are read when they are needed: for a model that is divided among ranks.
         """
         found = self._world.attempt(lambda: self._locate(path), here=self._world.is_main)
         place = Path(self._world.share_text(str(found)))
-        checkpoint = self._world.attempt(lambda: read_checkpoint(place))
-        assert checkpoint is not None
+        checkpoint = read_checkpoint(place, lazy=lazy, world=self._world)
         if check is not None:
             with errors_of(place, "meta"):
                 check(checkpoint.meta, checkpoint.path)

@@ -39,13 +39,14 @@ def check_validation(model: nn.Module, task: Task, loader: Loader, num_batches: 
     # Few batches may lack anything. A task may be frozen, so that its attributes are not assigned to.
     vars(trial).update(no_data=lambda: None, no_numbers=lambda: None)
     first = _FirstBatches(source, num_batches)
+    world = machine.data_world if machine.data_world.in_lockstep else None
     with ExitStack() as stack:
         for one in (model, *modules):
             stack.enter_context(probing(one, training=False))
 
         def attempt() -> None:
             with _explained(together=machine.world.size > 1), machine.validating():
-                evaluate(model, trial, first, precision=machine.precision)
+                evaluate(model, trial, first, precision=machine.precision, world=world)
 
         machine.world.attempt(attempt)
 

@@ -18,6 +18,7 @@ from etude.core.monitor import odd_mode
 from etude.data.sources.adapters import ForeignLoader
 from etude.distributed import World
 from etude.distributed.settings import ParallelConfig
+from etude.distributed.shards import has_shards
 from etude.engine.callback import RunInfo, RunParts
 from etude.engine.callback_list import CallbackList
 from etude.engine.compiled import saves_time
@@ -35,6 +36,7 @@ from etude.trainer.arguments import (
     as_config,
     as_epochs,
     as_parallel,
+    check_divided,
     check_judge,
     check_model,
     expect,
@@ -186,6 +188,8 @@ class Trainer:
         listed = *own, *modes, *self.learning_rate.callbacks, *self.output.callbacks
         self.callbacks = CallbackList(listed)
         self.callbacks.bind(self._parts())
+        if self.machine.layout.sizes.divides_model:
+            check_divided(self.config, self.callbacks)
         self.meta = {"model": record, **(meta or {}), **self.callbacks.facts(), **self.task.facts()}
         if self.loaders.train is not None:  # without training data nothing is judged
             check_judge(self.config, has_validation=self.loaders.validation is not None)
@@ -268,6 +272,8 @@ class Trainer:
                 "the training data is an iterator, which can be read only once; pass a list, a DataLoader or a "
                 "function that returns a new iterator"
             )
+        if self.machine.layout.sizes.divides_model:
+            raise ConfigError("find_lr does not support a model that processes divide; use parallel: ddp for it")
         parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
         with self.machine.training():
             return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)
@@ -277,7 +283,8 @@ class Trainer:
 
         `keep_hyperparameters` keeps the optimizer's current learning rate, weight decay and so on.
         """
-        checkpoint = self.output.read(Path(path), self.check_facts)
+        lazy = has_shards([*self.model.parameters()])
+        checkpoint = self.output.read(Path(path), self.check_facts, lazy=lazy)
         metrics = checkpoint.metrics  # before anything changes, since they may be malformed
         raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
         with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
@@ -297,7 +304,8 @@ class Trainer:
             raise ConfigError("checkpoints need a run folder; pass the Trainer an output_dir")
         self.output.unload_best(self.model)
         with self.output.held(self.state.clock, self.config):
-            return saver.save(metrics or {})
+            path = saver.save(metrics or {})
+            return path if path is not None else saver.settle()
 
     @property
     def total_steps(self) -> int | None:
@@ -391,4 +399,5 @@ class Trainer:
             is_main=self.machine.world.is_main,
             resumed=self.output.is_resumed,
             best=self.output.judge.best,
+            divides_model=self.machine.layout.sizes.divides_model,
         )
