@@ -1,6 +1,7 @@
 """WandbLogger, TrackioLogger and MLflowLogger: the calls they make, and the real packages where they are installed."""
 
 import json
+import logging
 import os
 import signal
 import sqlite3
@@ -182,6 +183,22 @@ def test_the_step_that_wandb_holds_is_logged_again_if_the_process_is_killed(monk
     assert json.loads(file.read_text())["written"]["train"] == 16  # finish() writes it
     make(Looks(**EVERY_STEP), output_dir=folder, resume=True, config={"epochs": 3}).train()
     assert [step for run in runs for step, _ in run.curve("train/loss")] == [*range(2, 25, 2)]
+
+
+def test_a_database_that_fails_is_reported_once(monkeypatch, tmp_path, caplog):
+    install(monkeypatch)
+    import mlflow
+
+    def fail(*_, **__):
+        logging.getLogger("mlflow.store.db.utils").error("attempt to write a readonly database")  # as MLflow does
+        raise OSError("attempt to write a readonly database")
+
+    made = mlflow.MlflowClient(None)
+    made.log_batch = lambda run_id, metrics=(), params=(): fail() if metrics else None
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda _uri: made)
+    monkeypatch.setattr(MLflowLogger, "pause_s", 0.0)
+    make(MLflowLogger(**EVERY_STEP), output_dir=tmp_path / "run").train()
+    assert sum("readonly" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_two_runs_may_make_an_experiment_of_mlflow_at_once(monkeypatch, tmp_path):

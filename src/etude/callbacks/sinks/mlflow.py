@@ -1,5 +1,6 @@
 """Pass a run on to MLflow."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +52,8 @@ class MLflowLogger(ServiceSink):
         from mlflow import MlflowClient
 
         self._status = "KILLED"
+        # It logs a traceback for every request that fails; the sink reports the first in one line.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         client = self._client = MlflowClient(self.tracking_uri)
         if not self.run_id:
             self.run_id = client.create_run(self._experiment_id(), run_name=self.name or start.name).info.run_id
