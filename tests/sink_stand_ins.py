@@ -28,6 +28,10 @@ class Recorded:
         return [(step, value) for step, one, value in self.points if one == name]
 
 
+class MlflowException(Exception):
+    """What MLflow raises."""
+
+
 class MlflowClient:
     """As much of MLflow's client as the sink uses; the id of a run is its index."""
 
@@ -99,6 +103,12 @@ def install(monkeypatch) -> dict[str, list[Recorded]]:
         **{kind: media(kind) for kind in ("Table", "Html", "Image")},
     )
 
+    def get_logs(_project: str, name: str) -> list[dict[str, Any]]:
+        known = [run for run in runs["trackio"] if run.arguments["name"] == name]
+        return [{"step": step, key: value} for run in known for step, key, value in run.points]
+
+    module("trackio.sqlite_storage", SQLiteStorage=SimpleNamespace(get_logs=get_logs))
+    module("mlflow.exceptions", MlflowException=MlflowException)
     module("mlflow", MlflowClient=partial(MlflowClient, runs["mlflow"]))
     module("mlflow.entities", Metric=lambda *one: one, Param=lambda *one: one)
     return runs

@@ -1,6 +1,7 @@
 """WandbLogger, TrackioLogger and MLflowLogger: the calls they make, and the real packages where they are installed."""
 
 import json
+import logging
 import os
 import signal
 import sqlite3
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +153,70 @@ def test_two_in_one_run_are_refused(tool, monkeypatch, tmp_path):
     install(monkeypatch)
     with pytest.raises(ConfigError, match=ALL[tool].__name__):
         make(ALL[tool](), ALL[tool](), output_dir=tmp_path / "run").train()
+
+
+def test_what_trackio_had_not_written_is_logged_again(monkeypatch, tmp_path):
+    """It keeps points in memory for half a second; a process that is killed loses them."""
+    runs, folder = install(monkeypatch)["trackio"], tmp_path / "run"
+    config = {"save_every_steps": 4}
+    with pytest.raises(LookupError):
+        make(TrackioLogger(**EVERY_STEP), Dies(7), output_dir=folder, config=config).train()
+    runs[0].points = [one for one in runs[0].points if one[0] <= 4]
+    make(TrackioLogger(**EVERY_STEP), output_dir=folder, config=config, resume=True).train()
+    assert [step for run in runs for step, _ in run.curve("train/loss")] == [*range(2, 17, 2)]
+
+
+def test_the_step_that_wandb_holds_is_logged_again_if_the_process_is_killed(monkeypatch, tmp_path):
+    runs, folder = install(monkeypatch)["wandb"], tmp_path / "run"
+    file = folder / "sinks" / "wandb.json"
+    kept: list[dict[str, int]] = []
+
+    class Looks(WandbLogger):
+        def write(self, events):
+            super().write(events)
+            kept.append(json.loads(file.read_text())["written"] | {"newest": max(self._written.values(), default=-1)})
+
+    make(Looks(**EVERY_STEP), output_dir=folder).train()
+    logged = [one for one in kept if one["newest"] > 0]
+    assert logged
+    assert all(one.get("train", -1) < one["newest"] for one in logged)  # a killed process had not written that one
+    assert json.loads(file.read_text())["written"]["train"] == 16  # finish() writes it
+    make(Looks(**EVERY_STEP), output_dir=folder, resume=True, config={"epochs": 3}).train()
+    assert [step for run in runs for step, _ in run.curve("train/loss")] == [*range(2, 25, 2)]
+
+
+def test_a_database_that_fails_is_reported_once(monkeypatch, tmp_path, caplog):
+    install(monkeypatch)
+    import mlflow
+
+    def fail(*_, **__):
+        logging.getLogger("mlflow.store.db.utils").error("attempt to write a readonly database")  # as MLflow does
+        raise OSError("attempt to write a readonly database")
+
+    made = mlflow.MlflowClient(None)
+    made.log_batch = lambda run_id, metrics=(), params=(): fail() if metrics else None
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda _uri: made)
+    monkeypatch.setattr(MLflowLogger, "pause_s", 0.0)
+    make(MLflowLogger(**EVERY_STEP), output_dir=tmp_path / "run").train()
+    assert sum("readonly" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_two_runs_may_make_an_experiment_of_mlflow_at_once(monkeypatch, tmp_path):
+    runs = install(monkeypatch)["mlflow"]
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    made = mlflow.MlflowClient(None)
+    asked = iter([None, SimpleNamespace(experiment_id="7")])
+
+    def refuse(_name):
+        raise MlflowException("experiment already exists")
+
+    made.get_experiment_by_name, made.create_experiment = lambda _name: next(asked), refuse
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda _uri: made)
+    make(MLflowLogger(**EVERY_STEP), output_dir=tmp_path / "run").train()
+    assert runs[0].arguments["experiment"] == "7"
+    assert runs[0].curve("train/loss") == expected(tmp_path / "run", "train", "loss")
 
 
 # --- the real packages

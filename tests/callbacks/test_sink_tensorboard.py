@@ -24,6 +24,10 @@ pytest.importorskip("tensorboard")
 DATA = (torch.randn(64, 4), torch.randint(0, 3, (64,)))
 
 
+def every_point(*arguments, **more):
+    return TensorBoardLogger(*arguments, points_per_s=None, **more)
+
+
 def make(*callbacks, **kwargs):
     config = {"epochs": 2, "batch_size": 8, "log_interval": 2, "device": "cpu", **kwargs.pop("config", {})}
     torch.manual_seed(0)
@@ -37,7 +41,7 @@ def recorded(run, split):
 
 
 def test_curves_are_those_of_the_run_folder(tmp_path):
-    make(TensorBoardLogger(), output_dir=tmp_path / "run", metrics=["f1"]).train()
+    make(every_point(), output_dir=tmp_path / "run", metrics=["f1"]).train()
     found = curves(tmp_path / "run" / "tensorboard")
     for split, tag in (("train", "train/loss"), ("epoch", "epoch/loss"), ("train", "train/lr")):
         expected = [(one["step"], one[tag.partition("/")[2]]) for one in recorded(tmp_path / "run", split)]
@@ -56,7 +60,7 @@ def test_config_texts_and_matrices(tmp_path):
             self.publish("samples", "text", "once <b>upon</b>\n# a time")
             self.notify("look at this")
 
-    make(TensorBoardLogger(), Says(), output_dir=tmp_path / "run", metrics=["confusion_matrix"]).train()
+    make(every_point(), Says(), output_dir=tmp_path / "run", metrics=["confusion_matrix"]).train()
     read = read_tensorboard(tmp_path / "run" / "tensorboard")
 
     def texts(tag):
@@ -99,7 +103,7 @@ def test_histograms_are_those_of_numpy(tmp_path):
 
     looks = Looks()
     looks.step = 0
-    make(TensorBoardLogger(histograms_every=3), looks, output_dir=tmp_path / "run").train()
+    make(every_point(histograms_every=3), looks, output_dir=tmp_path / "run").train()
     read = read_tensorboard(tmp_path / "run" / "tensorboard")
     assert set(read.Tags()["histograms"]) == {
         f"{kind}/{name}" for kind in ("weights", "gradients") for name in ("weight", "bias")
@@ -130,7 +134,7 @@ def test_values_that_are_not_finite_do_not_spoil_a_histogram():
 
 
 def test_histograms_do_not_change_training(tmp_path):
-    plain, watched = make(), make(TensorBoardLogger(str(tmp_path), histograms_every=1))
+    plain, watched = make(), make(every_point(str(tmp_path), histograms_every=1))
     results = []
     for trainer in (plain, watched):
         trainer.train()
@@ -139,9 +143,7 @@ def test_histograms_do_not_change_training(tmp_path):
 
 
 def test_a_resumed_run_continues_its_curves(tmp_path):
-    make(
-        TensorBoardLogger(histograms_every=4), output_dir=tmp_path / "straight", config={"save_every_steps": 6}
-    ).train()
+    make(every_point(histograms_every=4), output_dir=tmp_path / "straight", config={"save_every_steps": 6}).train()
 
     class Dies(Callback):
         def on_step_end(self, report):
@@ -151,12 +153,12 @@ def test_a_resumed_run_continues_its_curves(tmp_path):
 
     with pytest.raises(LookupError):
         make(
-            TensorBoardLogger(histograms_every=4), Dies(), output_dir=tmp_path / "run", config={"save_every_steps": 6}
+            every_point(histograms_every=4), Dies(), output_dir=tmp_path / "run", config={"save_every_steps": 6}
         ).train()
     beyond = [step for step, _ in curves(tmp_path / "run" / "tensorboard")["train/loss"]]
     assert beyond == [2, 4, 6, 8, 10]  # the checkpoint is that of step 8
     make(
-        TensorBoardLogger(histograms_every=4),
+        every_point(histograms_every=4),
         output_dir=tmp_path / "run",
         resume=True,
         config={"save_every_steps": 6},
@@ -174,8 +176,8 @@ def test_a_resumed_run_continues_its_curves(tmp_path):
 
 def test_a_run_that_begins_again_replaces_its_curves(tmp_path):
     """One that was killed before its first checkpoint."""
-    make(TensorBoardLogger(str(tmp_path / "tb"))).train()
-    make(TensorBoardLogger(str(tmp_path / "tb")), config={"epochs": 1}).train()
+    make(every_point(str(tmp_path / "tb"))).train()
+    make(every_point(str(tmp_path / "tb")), config={"epochs": 1}).train()
     assert [step for step, _ in curves(tmp_path / "tb")["train/loss"]] == [2, 4, 6, 8]
 
 
@@ -196,7 +198,7 @@ def test_a_killed_process_loses_at_most_the_last_log_point(tmp_path):
 
         data = (torch.randn(256, 4), torch.randint(0, 3, (256,)))
         config = {"epochs": 1, "batch_size": 8, "log_interval": 2, "device": "cpu"}
-        callbacks = [TensorBoardLogger(), Dies()]
+        callbacks = [TensorBoardLogger(points_per_s=None), Dies()]
         etude.Trainer(torch.nn.Linear(4, 3), data, config=config, callbacks=callbacks, output_dir=sys.argv[1]).train()
         """
     )
@@ -234,10 +236,19 @@ def test_two_in_one_folder_are_refused(tmp_path):
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(etude.EtudeError, match="log_dir"):
-        make(TensorBoardLogger(str(tmp_path / "file" / "tb"))).train()
+        make(every_point(str(tmp_path / "file" / "tb"))).train()
 
 
 def test_importing_the_sinks_imports_no_package():
     sinks = "etude.callbacks.sinks"
     code = f"import sys, {sinks}.tensorboard, {sinks}.wandb; print('tensorboard' in sys.modules)"
     assert run_python("-c", code, env=dict(os.environ)).stdout.strip() == "False"
+
+
+def test_fast_log_points_are_thinned_and_the_last_before_a_validation_is_kept(tmp_path):
+    make(TensorBoardLogger(points_per_s=0.001), output_dir=tmp_path / "run").train()
+    steps = [step for step, _ in curves(tmp_path / "run" / "tensorboard")["train/loss"]]
+    every = [one["step"] for one in recorded(tmp_path / "run", "train")]
+    validated = [one["step"] for one in recorded(tmp_path / "run", "val")]
+    assert steps == [every[0], *validated]
+    assert len(steps) < len(every)

@@ -1,5 +1,7 @@
 """`etude config check` refuses what `etude train` refuses before its first step, in the same words."""
 
+import sys
+
 import pytest
 import torch
 from cli_components import CLASSES, FEATURES
@@ -65,6 +67,47 @@ def test_check_and_train_refuse_the_same(etude, config, tmp_path, name):
     assert checked.err == trained.err
     assert len(checked.errors) == 1
     assert not list((tmp_path / "runs").glob("*/*"))
+
+
+MISSING = {
+    "tensorboard": ("tensorboard", {"callbacks": ["tensorboard"]}),
+    "wandb": ("wandb", {"callbacks": [{"name": "wandb", "mode": "offline"}]}),
+    "trackio": ("trackio", {"callbacks": ["early_stopping", "trackio"]}),
+    "mlflow": ("mlflow", {"callbacks": ["mlflow"]}),
+    "opentelemetry": ("opentelemetry", {"callbacks": ["opentelemetry"]}),
+    "datasets": ("data", {"data": {"name": "huggingface", "path": "imdb", "target": "label"}}),
+    "pyarrow": ("data", {"data": {"name": "parquet", "path": "table.parquet", "target": "x"}}),
+    "tokenizers": ("text", {"data": {"name": "text_corpus"}}),
+}
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_a_missing_package_is_named_before_training(etude, config, tmp_path, package, monkeypatch):
+    """Training would end with this line."""
+    extra, sections = MISSING[package]
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "table.parquet").touch()
+    path = config(**sections)
+    checked, trained = etude("config", "check", path), etude("train", path, "-q")
+    assert (checked.code, trained.code) == (2, 2), (checked, trained)
+    assert checked.err.splitlines() == trained.err.splitlines()[-1:]
+    assert f"etude[{extra}]" in checked.err
+    assert len(checked.errors) == 1
+
+
+def test_a_missing_package_of_nested_data_is_named(etude, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    images = {"name": "image_folder", "path": "nowhere"}
+    nested = {"name": "streams", "streams": {"a": {"name": "cli_points"}, "b": images}}
+    checked = etude("config", "check", config(data=nested))
+    assert checked.code == 2
+    assert "streams.b" in checked.err
+    assert "etude[data]" in checked.err
+    text = {"name": "jsonl", "path": "nowhere", "tokenizer": "tokenizer.json"}
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "etude[text]" in etude("config", "check", config(data=text)).err
+    bytewise = {**text, "tokenizer": "bytes"}
+    assert etude("config", "check", config(data=bytewise)).code == 0  # it needs none
 
 
 @pytest.mark.parametrize(

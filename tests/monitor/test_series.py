@@ -68,8 +68,8 @@ def test_values_that_are_no_numbers(tmp_path):
         file.write('{"step": 3, "split": "train", "loss": "abc", "note": "text"}\n[1]\nnot json\n')
         file.write('{"step": 4, "split": "train", "loss": 1' + "0" * 400 + '}\n{"step": 5, "split": "tr')
     found = RunMetrics(folder).series("loss")
-    assert found.x.tolist() == [1, 2, 3, 4]
-    assert np.isnan(found.y).tolist() == [False, True, True, True]
+    assert found.x.tolist() == [1, 2, 4]  # a text is no value
+    assert np.isnan(found.y).tolist() == [False, True, True]
     assert "note" not in RunMetrics(folder).names()
 
 
@@ -79,3 +79,16 @@ def test_a_run_without_records(tmp_path):
     assert RunMetrics(folder).names() == []
     with pytest.raises(ConfigError, match="none"):
         RunMetrics(folder).series("loss")
+
+
+def test_a_long_run_is_kept_as_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.monitor.columns.PART_BYTES", 1000)  # so that there are many parts
+    folder = make_run(tmp_path / "run", [])
+    some = [{"step": step, "epoch": 0, "split": "train", "time": 1.0, "loss": step / 8} for step in range(1, 5001)]
+    lines(folder / "metrics.jsonl", [one if one["step"] % 7 else {**one, "extra": one["step"]} for one in some])
+    run = RunMetrics(folder)
+    found = run.series("extra")
+    assert (found.x.tolist(), found.y.tolist()) == ([*range(7, 5001, 7)], [*range(7, 5001, 7)])
+    assert run.series("loss").y.tolist() == [step / 8 for step in range(1, 5001)]
+    kept = sum(values.nbytes for columns in run._columns.values() for _, values in columns._tables)
+    assert kept <= 5000 * 5 * 8  # a dictionary for each record would take five times that

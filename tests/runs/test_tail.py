@@ -34,8 +34,8 @@ def test_only_the_last_lines(tmp_path):
 def test_new_lines_come_once_also_after_a_resume(tmp_path):
     folder = make_run(tmp_path / "run", [4.0, 3.0, 2.0], state="running")
     tail = RunTail(folder)
-    assert len(tail.new_lines()) == 5
-    assert tail.new_lines() == []
+    assert len(list(tail.new_lines())) == 5
+    assert list(tail.new_lines()) == []
     now = time.time()
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (folder / "metrics.jsonl").unlink()
@@ -63,3 +63,18 @@ def test_a_dead_run_ends_too(tmp_path):
     found = list(follow(make_run(tmp_path / "run", [1.0], state="lost", beat_age_s=60)))
     assert "lost after" in found[-1]
     assert "etude resume" in found[-1]
+
+
+def test_the_end_of_a_long_run_is_shown_as_if_all_of_it_had_been_read(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run", [1.0 / step for step in range(1, 200)])
+    expected = [line for line in follow(folder, 0) if not line.startswith("…")]
+    monkeypatch.setattr("etude.runs.tail._END_BYTES", 2000)
+    monkeypatch.setattr("etude.runs.tail._LINE_BYTES", 0)
+    read = []
+    monkeypatch.setattr(
+        RunTail, "_line", lambda self, record, line=RunTail._line: read.append(1) or line(self, record)
+    )
+    found = list(follow(folder, 5))
+    assert found[1:] == expected[-6:]  # the epochs before still decide which one is the best
+    assert len(read) < 130  # 99 epochs and the end, not all 400 records
+    assert found[0].startswith("… ")

@@ -42,6 +42,14 @@ def test_trials_are_run_folders_whose_settings_and_values_are_in_the_study(etude
         assert config["model"]["dropout"] == trial.params["model.dropout"] in (0.0, 0.25, 0.5)
         assert config["training"]["epochs"] == 2
         assert 1e-3 <= trial.params["optimizer.lr"] <= 1e-1
+    told = json.loads(Path("s", "trials.json").read_text())  # for readers without optuna
+    assert (told["metric"], told["mode"], told["total"], told["name"]) == ("val_loss", "min", 5, "points")
+    assert [(one["state"], one["value"], one["params"]) for one in told["trials"]] == [
+        ("complete", trial.value, trial.params) for trial in trials()
+    ]
+    assert [one["runs"] for one in told["trials"]] == [[f"trial-{number:04d}"] for number in range(5)]
+    assert told["space"]["optimizer.lr"] == {"low": 0.001, "high": 0.1, "log": True}
+    assert set(told["importance"]) <= {"optimizer.lr", "model.dropout"}
     best = min(trials(), key=lambda trial: trial.value)
     assert f"best: trial {best.number}, " in done.out
     listed = etude("runs", "list", "s", "--sort", "best")

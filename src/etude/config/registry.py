@@ -42,6 +42,8 @@ class Component:
     """Data sets: prepares another file as in training, without the training data. It is called with the path, the
     `facts` of the training's `DataSplits`, the arguments of the section, and whether labels are read, and returns
     `OtherData`."""
+    check_installed: Callable[[Mapping[str, Any]], object] | None = None
+    """Data sets: raises ConfigError or DataError if a package is missing that these arguments need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def register(
     provided: tuple[str, ...] = (),
     inside: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] | None = None,
     prepare: Callable[[Path, Mapping[str, Any], Mapping[str, Any], bool], Any] | None = None,
+    check_installed: Callable[[Mapping[str, Any]], object] | None = None,
 ) -> Callable[[T], T]:
     """Register a class or function under `name`; config files then use it by that name.
 
@@ -92,7 +95,15 @@ def register(
                 "rename one of them"
             )
         known[name] = Component(
-            kind, name, factory, dict(aliases or {}), dict(companions or {}), provided, inside, prepare
+            kind,
+            name,
+            factory,
+            dict(aliases or {}),
+            dict(companions or {}),
+            provided,
+            inside,
+            prepare,
+            check_installed,
         )
         return factory
 

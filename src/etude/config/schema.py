@@ -162,6 +162,23 @@ def build_selection(
         raise _placed(error, place) from error
 
 
+def check_installed(selection: Selection, *, path: str, document: Document) -> None:
+    """Raise ConfigError or DataError if a package is missing that a component or one inside it needs."""
+    component = selection.component
+    if component.check_installed is not None:
+        try:
+            component.check_installed({**selection.defaults, **selection.arguments})
+        except EtudeError as error:
+            raise _placed(error, f"{document.place(path)}: {component.kind} '{component.name}'") from error
+    for key, value in selection.arguments.items():
+        inside = value.items() if isinstance(value, dict) else [("", value)]
+        for name, one in inside:
+            if isinstance(one, Selection):
+                check_installed(
+                    one, path=join(path, key) if name == "" else join(join(path, key), name), document=document
+                )
+
+
 def _build_inside(
     value: Any, path: str, document: Document | None, supply: Callable[[int], Mapping[str, Any]], place: int = 0
 ) -> Any:

@@ -15,11 +15,12 @@ from etude.core.files import cache_folder
 from etude.corpus.prepare import ensure_corpus
 from etude.data.catalog.tokens import Length, Share, Way, load_tokens, prepare_tokens
 from etude.data.splits import DataSplits
+from etude.data.text.tokenizer import require_tokenizers
 
 logger = logging.getLogger("etude")
 
 
-@register("data", "text_corpus", prepare=prepare_tokens)
+@register("data", "text_corpus", prepare=prepare_tokens, check_installed=lambda _: require_tokenizers())
 def load_text_corpus(
     inputs: list[str] | None = None,
     out: str | None = None,

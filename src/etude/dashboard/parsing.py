@@ -1,23 +1,21 @@
 """Lines of metrics.jsonl as columns of numbers, with the axes of charts: step, samples, tokens, epoch, time."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import orjson
 
 from etude.dashboard.blocks import Array
+from etude.monitor.columns import by_split, table_of
 from etude.monitor.jsonl import NONFINITE, decode
 
 STEP, EPOCH, TIME, SAMPLES, TOKENS = range(5)
 """Rows of axes. TIME is in seconds since the first record, without the pauses before a resume."""
 NUM_AXES = 5
 _AXES = ("step", "epoch", "time", "samples", "tokens")
-_TEXTS = frozenset(["split", NONFINITE])
 PLACE = frozenset(["step", "epoch", "split", "time", "phase", NONFINITE])
 """Keys of a record that are not metrics."""
 
@@ -68,12 +66,12 @@ def columns(
     records: Sequence[dict[str, Any]], place: Place, resumes: Sequence[float]
 ) -> tuple[dict[str, Part], Place]:
     """Return the records by split, and where they end; `resumes` are the times at which the run was continued."""
-    indices = _by_split(records)
+    indices = by_split(records)
     raw = np.full((NUM_AXES, len(records)), np.nan)
     parts: dict[str, Part] = {}
     for split, index in indices.items():
         some = records if len(index) == len(records) else [records[one] for one in index]
-        names, values = _table(some)
+        names, values = table_of(some)
         for row, name in enumerate(_AXES):
             if name in names:
                 raw[row, index] = values[names.index(name)]
@@ -90,38 +88,6 @@ def columns(
     return {split: part for split, part in parts.items() if part.x.shape[1]}, Place(
         times[-1], tuple(axes[:, -1].tolist())
     )
-
-
-def _by_split(records: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """Return the indices of the records of each split."""
-    splits = [record.get("split") for record in records]
-    try:
-        known = dict.fromkeys(splits)
-    except TypeError:  # a list
-        known = {None: None}
-    if not all(isinstance(split, str) for split in known):
-        splits = [split if isinstance(split, str) else "train" for split in splits]
-    return {
-        split: [number for number, one in enumerate(splits) if one == split]
-        for split in map(str, dict.fromkeys(splits))
-    }
-
-
-def _table(records: Sequence[dict[str, Any]]) -> tuple[list[str], Array]:
-    """Return the names in some records, and their values (names, records); text and other objects are left out."""
-    first = records[0]
-    names = [name for name, one in first.items() if type(one) is float or type(one) is int]
-    is_uniform = len(names) > 1 and sum(map(len, records)) == len(first) * len(records)
-    if is_uniform and len(names) + len(_TEXTS & first.keys()) == len(first):
-        try:
-            values = np.array(list(map(itemgetter(*names), records)), np.float64).T
-            if not np.isnan(values).any():  # null would be NaN as well
-                return names, values
-        except (KeyError, TypeError, ValueError, OverflowError):
-            pass
-    every = [name for name in dict.fromkeys(chain.from_iterable(records)) if name not in _TEXTS]
-    found = {name: column for name in every if not np.isnan(column := _numbers(records, name)).all()}
-    return list(found), np.stack(list(found.values())) if found else np.empty((0, len(records)))
 
 
 def _places(raw: Array, place: Place, resumes: Array) -> tuple[Array, Array]:
@@ -144,28 +110,6 @@ def _elapsed(times: Array, place: Place, resumes: Array) -> Array:
         passed[is_new] = times[is_new] - resumes[segment[1:][is_new] - 1]
     passed = np.where(np.isfinite(passed), np.maximum(passed, 0.0), 0.0)
     return place.axes[TIME] + np.cumsum(passed)
-
-
-def _numbers(records: Iterable[dict[str, Any]], name: str) -> Array:
-    nothing = float("nan")
-    column = [record.get(name, nothing) for record in records]
-    if None not in column:
-        try:
-            return np.array(column, np.float64)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    return np.array([_number(value, nothing) for value in column], np.float64)
-
-
-def _number(value: Any, nothing: float) -> float:
-    if value is None:
-        return float("inf")
-    if isinstance(value, (int, float)) and value is not nothing:
-        try:
-            return float(value)
-        except OverflowError:
-            return float("inf")
-    return nothing
 
 
 def _filled(column: Array, before: float) -> Array:

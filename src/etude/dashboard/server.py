@@ -32,6 +32,7 @@ from etude.dashboard.series import RunSeries
 from etude.dashboard.settings import Settings
 from etude.dashboard.store import Store
 from etude.dashboard.stream import Hub, Subscription, Watch, stream
+from etude.dashboard.sweeps import Sweeps
 
 STATIC = Path(__file__).parent / "static"
 MOST_INDEXES = 32
@@ -50,7 +51,8 @@ class Dashboard:
         self.catalogue, self.settings, self.hub = Catalogue(root), Settings(root), Hub()
         self.store = Store(on_exact=lambda key: self.hub.send("exact", {"run": key}))
         self.alerts = Alerts(self.settings.alerts, self._send_alert)
-        self.watch = Watch(self.hub, self.all_runs, self.alerts, self.describe)
+        self.watch = Watch(self.hub, self.all_runs, self.alerts, self.describe, self.sweeps_of)
+        self._sweeps = Sweeps(root)
         self._media: OrderedDict[str, MediaIndex] = OrderedDict()
         webhook = webhook or self.settings.webhook
         self._webhook = None if webhook is None else Webhook(checked_webhook(webhook), self._report)
@@ -94,6 +96,22 @@ class Dashboard:
                 break
         found = [{**(run.read() if run.is_read else run.last()), **self.settings.of(run.key)} for run in runs]
         return {"root": str(self.root), "runs": found}
+
+    def sweeps_of(self, runs: list[Run]) -> list[dict[str, Any]]:
+        """Return the sweeps to which runs belong, in short."""
+        return [one.summary() for one in self._sweeps.of(runs).values()]
+
+    def sweeps(self, _request: Request) -> Any:
+        """Return all sweeps, in short."""
+        return {"sweeps": self.sweeps_of(self.all_runs())}
+
+    def sweep(self, request: Request) -> Any:
+        """Return one sweep with its trials."""
+        runs, key = self.all_runs(), request.query_params.get("sweep", "")
+        sweep = self._sweeps.of(runs).get(key)
+        if sweep is None:
+            raise HTTPException(404, f"there is no sweep {key!r}")
+        return sweep.whole({run.path: run.key for run in runs})
 
     def run(self, request: Request) -> Any:
         """Return everything about one run but its metrics."""
@@ -269,6 +287,8 @@ def make_app(
         Route("/", _page),
         Route("/api/runs", _json(board.runs)),
         Route("/api/run", _json(board.run)),
+        Route("/api/sweeps", _json(board.sweeps)),
+        Route("/api/sweep", _json(board.sweep)),
         Route("/api/series", _json(board.series)),
         Route("/api/diff", _json(board.diff)),
         Route("/api/ruler", _json(board.ruler)),

@@ -8,8 +8,8 @@ from etude.dashboard.alerts import Alerts
 from etude.dashboard.catalogue import Run
 from etude.dashboard.parsing import dumps, parse
 from etude.dashboard.store import Store
-from etude.dashboard.tail import MOST_BEHIND, Tail, size_of
-from etude.monitor.reading import EVENTS, MEDIA, METRICS
+from etude.dashboard.tail import MOST_BEHIND, Tail
+from etude.monitor.reading import EVENTS, MEDIA, METRICS, size_of
 
 POLL_S = 0.3
 QUIET_S = 15.0
@@ -144,8 +144,11 @@ class Watch:
         all_runs: Callable[[], list[Run]],
         alerts: Alerts,
         describe: Callable[[Run], dict[str, Any]],
+        sweeps: Callable[[list[Run]], list[dict[str, Any]]] = lambda _: [],
     ) -> None:
         self._hub, self._all_runs, self._alerts, self._describe = hub, all_runs, alerts, describe
+        self._sweeps = sweeps
+        self._last_sweeps: list[dict[str, Any]] = []
         self._last: dict[str, dict[str, Any]] = {}
 
     def poll(self) -> None:
@@ -169,6 +172,9 @@ class Watch:
             del self._last[key]
         if removed:
             self._hub.send("removed", removed)
+        if (sweeps := self._sweeps(list(runs.values()))) != self._last_sweeps:
+            self._last_sweeps = sweeps
+            self._hub.send("sweeps", sweeps)
 
 
 def _time(record: dict[str, Any]) -> float:

@@ -45,11 +45,3 @@ class Tail(Follower):
         """Whether the file was replaced since the last call."""
         was, self._known_restarts = self._known_restarts, self.restarts
         return self.restarts != was
-
-
-def size_of(path: Path) -> int:
-    """Return the size of a file; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -152,6 +152,9 @@ class Callback(RemembersArguments):
     def __init__(self) -> None:
         self.control = Control()
 
+    def check_installed(self) -> None:
+        """Raise ConfigError if a package that it needs is not installed; `etude config check` asks."""
+
     def prepare(self, model: nn.Module) -> None:
         """Called with the model before a `Trainer` creates its optimizer, for example to freeze parameters."""
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from etude.config import RunDraft, Selection, build_selection
+from etude.config.schema import check_installed
 from etude.core import ConfigError
 from etude.engine.callback import RunParts
 from etude.engine.callback_list import CallbackList
@@ -44,6 +45,7 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
     resolve_device(config.training.device)
     selection = config.require("model")
     data_key(config)
+    _check_data(config)
     vocab_size = selection.arguments.get("vocab_size") or _ANY["vocab_size"]
     draft = RunDraft(config.sections, config.document, vocab_size=vocab_size)
     draft.model = on_meta(lambda: _build(config, "model", selection))
@@ -62,6 +64,7 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
     task = draft.trainer.get("task") or SupervisedTask(strategies.get("loss"))
     listed = as_callbacks([*callbacks, *draft.callbacks], config=config.training)
     for one in listed:
+        one.check_installed()
         one.prepare(model)
     CallbackList(listed).bind(RunParts(model, task))
     if (blocks := config.training.recomputed_blocks) is not None:
@@ -75,6 +78,16 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
         except ConfigError as error:
             raise ConfigError(f"{config.document.place('scheduler')}: {error}") from error
     return optimizer
+
+
+def _check_data(config: ExperimentConfig) -> None:
+    """Raise an error if a data set needs a package that is not installed."""
+    found = {"data": config.selection("data")}
+    for feature in config.features:
+        found |= dict(feature.data_sets(config.sections).values())
+    for path, selection in found.items():
+        if selection is not None:
+            check_installed(selection, path=path, document=config.document)
 
 
 def small_weights(model: nn.Module) -> "SmallWeights":

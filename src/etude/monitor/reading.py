@@ -11,6 +11,8 @@ from etude.monitor.jsonl import decode
 
 CONFIG, METRICS, EVENTS, MEDIA = "config.yaml", "metrics.jsonl", "events.jsonl", "media.jsonl"
 STATUS, RESULT, ENVIRONMENT = "status.json", "result.json", "env.json"
+TRIALS = "trials.json"
+"""File of a sweep, beside the run folders of its trials."""
 _MARKS = frozenset([METRICS, EVENTS, STATUS, RESULT])
 _BLOCK = 1 << 16
 MOST_BYTES = 1 << 24
@@ -50,6 +52,14 @@ def last_lines(path: Path, most_bytes: int = _BLOCK) -> bytes:
 def last_records(path: Path, most_bytes: int = _BLOCK) -> list[dict[str, Any]]:
     """Return the records at the end of a file of JSON lines, oldest first."""
     return [record for line in last_lines(path, most_bytes).splitlines() if (record := decode(line)) is not None]
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 class Follower:

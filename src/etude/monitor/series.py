@@ -10,11 +10,11 @@ import numpy as np
 
 from etude.core.errors import ConfigError
 from etude.core.spelling import shorten, suggest
+from etude.monitor.columns import Array, Columns, read_columns
 from etude.monitor.jsonl import NONFINITE
 from etude.monitor.reading import EVENTS, METRICS, Follower
 
 Axis = Literal["step", "time", "epoch", "samples", "tokens"]
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 SPLITS = ("train", "val", "epoch")
 """Kinds of records, in the order in which a metric is searched."""
@@ -45,14 +45,14 @@ class RunMetrics:
 
     def __init__(self, run: str | Path) -> None:
         self.path = Path(run)
-        self._records: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-        for record in read_all(self.path / METRICS):
-            self._records.get(str(record.get("split")), []).append(record)
+        known = read_columns(self.path / METRICS)
+        self._columns = {split: known.get(split) or Columns() for split in SPLITS}
         self.events = read_all(self.path / EVENTS)
 
     def names(self, *splits: str) -> list[str]:
         """Return the names of the metrics, in the order of their first record."""
-        return list(dict.fromkeys(name for split in splits or SPLITS for name in self._names[split]))
+        names = dict.fromkeys(name for split in splits or SPLITS for name in self._columns[split].names)
+        return [name for name in names if name not in _PLACES]
 
     def series(self, name: str, x: str = "step", split: str | None = None) -> Series:
         """Return a metric: of log points, or else of validations or of epochs, unless a split is named.
@@ -62,9 +62,11 @@ class RunMetrics:
         if x not in get_args(Axis):
             raise ConfigError(f"unknown axis '{shorten(x)}'; there are: {', '.join(get_args(Axis))}")
         for one in SPLITS if split is None else (split,):
-            if records := [record for record in self._records[one] if name in record]:
-                values = [_number(record[name]) for record in records]
-                return Series(name, self._places(records, x), np.array(values, dtype=np.float64))
+            columns = self._columns[one]
+            if name in columns.names:
+                values = columns.column(name)
+                kept = ~np.isnan(values)
+                return Series(name, self._places(columns, x)[kept], _finite(values[kept]))
         raise ConfigError(f"{self.path}: no metric '{shorten(name)}'{suggest(name, self.names())}")
 
     @cached_property
@@ -76,38 +78,39 @@ class RunMetrics:
     @cached_property
     def pauses(self) -> list[tuple[float, float]]:
         """When the run was resumed, and for how many seconds it had not been running."""
-        found, last = [], None
-        times = sorted(
-            (now, event.get("kind") == "resume")
-            for event in [*self.events, *(one for records in self._records.values() for one in records)]
-            if isinstance(now := event.get("time"), (int, float))
-        )
-        for now, is_resume in times:
-            if is_resume and last is not None:
-                found.append((now, now - last))
-            last = now
+        events = [(event["time"], event.get("kind")) for event in self.events if _is_number(event.get("time"))]
+        resumes = sorted(now for now, kind in events if kind == "resume")
+        others = [columns.column("time") for columns in self._columns.values()]
+        others.append(np.array([now for now, kind in events if kind != "resume"], np.float64))
+        times = np.sort(np.concatenate(others))
+        times = times[np.isfinite(times)]
+        found = list[tuple[float, float]]()
+        for number, now in enumerate(resumes):
+            before = [*times[: np.searchsorted(times, now, side="right")][-1:], *resumes[max(0, number - 1) : number]]
+            if before:
+                found.append((now, now - float(max(before))))
         return found
 
     @cached_property
     def began(self) -> float:
         """When the run began, in seconds since 1970."""
-        records = [*self.events[:1], *(records[0] for records in self._records.values() if records)]
-        return min((one["time"] for one in records if isinstance(one.get("time"), (int, float))), default=0.0)
+        times = [float(event["time"]) for event in self.events[:1] if _is_number(event.get("time"))]
+        times += [float(one) for columns in self._columns.values() for one in columns.column("time")[:1]]
+        return min((one for one in times if math.isfinite(one)), default=0.0)
 
-    def _places(self, records: list[dict[str, Any]], x: str) -> Array:
-        steps = np.array([_number(record.get("step")) for record in records])
+    def _places(self, columns: Columns, x: str) -> Array:
+        steps = _finite(columns.column("step"))
         if x == "time":
-            return self.elapsed(np.array([_number(record.get("time")) for record in records]))
+            return self.elapsed(_finite(columns.column("time")))
         if x == "epoch":
-            per_epoch = self.steps_per_epoch
-            return steps / per_epoch if per_epoch else np.array([_number(one.get("epoch")) + 1 for one in records])
+            return steps / self.steps_per_epoch if self.steps_per_epoch else _finite(columns.column("epoch")) + 1
         if x == "step":
             return steps
-        known = [(_number(one.get("step")), one[x]) for one in self._records["train"] if _is_count(one.get(x))]
-        if not known:
+        counts, places = (self._columns["train"].column(name) for name in (x, "step"))
+        known = np.isfinite(counts) & np.isfinite(places)
+        if not known.any():
             raise ConfigError(f"{self.path}: the run did not record its {x}; choose another --x, such as step")
-        places, counts = np.array(known, dtype=np.float64).T
-        return np.asarray(np.interp(steps, places, counts))
+        return np.asarray(np.interp(steps, places[known], counts[known]))
 
     def elapsed(self, times: Array) -> Array:
         """Return the seconds since the start at which the run was at these times, without pauses."""
@@ -115,18 +118,6 @@ class RunMetrics:
         for when, seconds in self.pauses:
             paused += np.where(times >= when, seconds, 0.0)
         return times - self.began - paused
-
-    @cached_property
-    def _names(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for split, records in self._records.items():
-            first: dict[str, Any] = {}
-            for record in records:
-                if not record.keys() <= first.keys():
-                    first |= {name: value for name, value in record.items() if name not in first}
-            numbers = [name for name, one in first.items() if isinstance(one, (int, float, type(None)))]
-            found[split] = [name for name in numbers if name not in _PLACES]
-        return found
 
 
 def read_all(path: Path) -> list[dict[str, Any]]:
@@ -187,19 +178,25 @@ def smoothed(y: Array, weight: float) -> Array:
     >>> smoothed(np.array([1.0, np.nan, 3.0]), 0.5).round(3).tolist()
     [1.0, nan, 2.333]
     """
-    found, total, mass = np.array(y, dtype=np.float64), 0.0, 0.0
-    for index in np.flatnonzero(np.isfinite(y)):
-        total, mass = weight * total + (1 - weight) * float(y[index]), weight * mass + 1 - weight
-        found[index] = total / mass
+    found = np.array(y, dtype=np.float64)
+    if weight == 0:
+        return found
+    index, total, mass = np.flatnonzero(np.isfinite(y)), 0.0, 0.0
+    averages = list[float]()
+    for value in found[index].tolist():  # floats of Python: several times as fast as elements of an array
+        total, mass = weight * total + (1 - weight) * value, weight * mass + 1 - weight
+        averages.append(total / mass)
+    found[index] = averages
     return found
 
 
-def _number(value: Any) -> float:
-    try:
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:  # an integer of hundreds of digits
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+def _finite(values: Array) -> Array:
+    """Return the values with NaN for those that are not finite."""
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _is_count(value: Any) -> bool:

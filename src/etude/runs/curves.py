@@ -8,7 +8,8 @@ import numpy as np
 from rich.text import Text
 
 from etude.core.spelling import printable
-from etude.monitor.series import Array, Series, downsample, share_of, smoothed
+from etude.monitor.columns import Array
+from etude.monitor.series import Series, downsample, share_of, smoothed
 
 Style = Literal["braille", "letters", "ascii"]
 """Letters stand for points, where there are no colours to tell curves apart; ascii does without lines too."""

@@ -1,17 +1,24 @@
 """Follow a run from another process: its log points and events as the plain lines of the display."""
 
 import time
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from etude.callbacks.progress_lines import EpochRow, View, duration, epoch_line, finite, log_line, validation_line
 from etude.core.spelling import printable
+from etude.monitor.jsonl import decode
 from etude.monitor.live import Monitor, RunStatus
-from etude.monitor.reading import EVENTS, METRICS, Follower
+from etude.monitor.reading import EVENTS, METRICS, Follower, size_of
 
 POLL_S = 0.5
 """Seconds between two looks at the files."""
+_END_BYTES, _LINE_BYTES = 1 << 20, 1 << 12
+"""The end of a long file that is read for the last lines."""
+_PART_BYTES = 4 << 20
+_EPOCH = b'"split": "epoch"'
 
 
 class RunTail:
@@ -19,24 +26,43 @@ class RunTail:
 
     def __init__(self, run: Path) -> None:
         self._monitor = Monitor(run)
-        self._files = [Follower(run / METRICS), Follower(run / EVENTS)]
+        self._metrics, self._events = Follower(run / METRICS), Follower(run / EVENTS)
         self._view = View()
         self._seen = -1.0
         """Time of the newest record so far; a resumed run writes its file again, with the earlier records."""
 
-    def new_lines(self) -> list[str]:
-        """Return the new lines, in the order of their times."""
-        records: list[dict[str, Any]] = []
-        for file in self._files:
-            while new := file.read():
-                records += new
-        seen, lines = self._seen, list[str]()
-        for record in sorted(records, key=_time):
+    def skip(self, most_bytes: int) -> int:
+        """Skip the records before the last bytes of a long file; return how many.
+
+        Epochs are read all the same: later ones are compared with them.
+        """
+        end, count = size_of(self._metrics.path) - most_bytes, 0
+        while self._metrics.offset < end and (lines := self._metrics.lines(min(_PART_BYTES, most_bytes))):
+            count += lines.count(b"\n")
+            for line in _lines_with(lines, _EPOCH):
+                if (record := decode(line)) is not None:
+                    self._line(record)
+        return count
+
+    def new_lines(self) -> Iterator[str]:
+        """Yield the new lines, in the order of their times."""
+        seen, events = self._seen, list[dict[str, Any]]()
+        while new := self._events.read():
+            events += new
+        events.sort(key=_time)
+        while records := self._metrics.read(_PART_BYTES):
+            records.sort(key=_time)
+            before = bisect_right(events, _time(records[-1]), key=_time)
+            yield from self._lines(sorted([*records, *events[:before]], key=_time), seen)
+            del events[:before]
+        yield from self._lines(events, seen)
+
+    def _lines(self, records: list[dict[str, Any]], seen: float) -> Iterator[str]:
+        for record in records:
             line = self._line(record)  # of an earlier record too: it may name the number of steps
             if _time(record) > seen and line:
-                lines.append(printable(line, 1000))
+                yield printable(line, 1000)
             self._seen = max(self._seen, _time(record))
-        return lines
 
     def status(self) -> RunStatus:
         """Return the state of the run."""
@@ -80,15 +106,30 @@ def follow(run: Path, lines: int = 20, poll_s: float = POLL_S) -> Iterator[str]:
     A run that has died without a word ends too, once its heartbeat is missing.
     """
     tail = RunTail(run)
-    before = tail.new_lines()
-    if len(before) > lines > 0:
-        yield f"… {len(before) - lines:,} earlier lines"
-    yield from before[len(before) - lines :] if 0 < lines < len(before) else before
+    if lines == 0:
+        yield from tail.new_lines()
+    else:
+        count, last = tail.skip(_END_BYTES + lines * _LINE_BYTES), deque[str](maxlen=lines)
+        for line in tail.new_lines():
+            last.append(line)
+            count += 1
+        if count > lines:
+            yield f"… {count - lines:,} earlier lines"
+        yield from last
     while (status := tail.status()).state == "running":
         time.sleep(poll_s)
         yield from tail.new_lines()
     yield from tail.new_lines()
     yield end_line(status)
+
+
+def _lines_with(lines: bytes, words: bytes) -> Iterator[bytes]:
+    """Yield the lines that contain some words."""
+    place = lines.find(words)
+    while place >= 0:
+        end = lines.find(b"\n", place)
+        yield lines[lines.rfind(b"\n", 0, place) + 1 : end]
+        place = lines.find(words, end)
 
 
 def end_line(status: RunStatus) -> str:

@@ -3,6 +3,7 @@
 sweep.yaml       the sweep
 experiment.yaml  the config of the experiment when the sweep began, to notice a change
 journal.jsonl    the trials, as optuna's journal; not with another storage
+trials.json      the trials for readers without optuna, such as the dashboard
 trial-0007/      the run folder of a trial, or one seed-0, seed-1 … for each of its seeds
 """
 

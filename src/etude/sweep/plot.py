@@ -9,7 +9,8 @@ import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
 from etude.core.errors import ConfigError
-from etude.monitor.series import Array, Series
+from etude.monitor.columns import Array
+from etude.monitor.series import Series
 from etude.sweep.spec import Range, SweepSpec
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from etude.core.files import FolderLock, LockHeld
 from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
 from etude.sweep.spec import SPEC, SweepSpec, override, read_document, validated
+from etude.sweep.trials_file import TrialsFile
 from etude.sweep.watch import RunningTrial
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class _Sweep:
         self.running: list[RunningTrial] = []
         self.failures = 0
         self.has_succeeded = False
+        self.trials_file = TrialsFile(folder, spec, study, config.name)
         self.num_devices = _num_devices(config.training.device)
 
     def run(self) -> SweepOutcome:
@@ -106,11 +108,13 @@ class _Sweep:
 
         said = "stopping: running trials save what they have; press Ctrl-C again to stop at once"
         try:
+            self.trials_file.write(ended=True)
             with Interrupts(lambda _words: self.say(said)) as interrupts:
                 while not interrupts.requested and (self._fill() or self.running):
                     self._wait()
                     for one in [*self.running]:
                         self._look(one)
+                    self.trials_file.write()
                 self._stop()
         except KeyboardInterrupt as stop:
             stop.add_note(f"earlier checkpoints are intact; continue with: {self._command()}")
@@ -252,6 +256,7 @@ class _Sweep:
             state, value = TrialState.COMPLETE, sum(one.results) / len(one.results)
         ended = self.study.tell(one.trial, value, state)
         self._release(one)
+        self.trials_file.write(ended=True)
         self.say(line_of(ended, self.study, self.spec))
         self.failures += bool(failed)
         self.has_succeeded |= not failed

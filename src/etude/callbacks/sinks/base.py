@@ -62,13 +62,17 @@ class SinkCallback(EventCallback):
 
     # --- hooks
 
+    def check_installed(self) -> None:
+        """Raise ConfigError if the package is missing."""
+        if self.package is not None:
+            import_package(self.package, self.label)
+
     def on_train_begin(self, run: RunInfo) -> None:
         """Start the thread. Raises ConfigError if the package is missing."""
         self._end()
         if not run.is_main:
             return
-        if self.package is not None:
-            import_package(self.package, self.label)
+        self.check_installed()
         self._pid = os.getpid()
         self.begin(run)
         super().on_train_begin(run)
@@ -152,11 +156,16 @@ class ServiceSink(ThinnedSink):
     checkpoint, so that a run that died before its first checkpoint also continues its curves.
     """
 
+    holds_last_step: ClassVar[bool] = False
+    """Whether the tool keeps the values of a step in memory until those of the next one come."""
+
     def __init__(self, points_per_s: float | None) -> None:
         super().__init__(points_per_s)
         self.run_id = ""
         """The id of the run in the other tool."""
         self._written: dict[str, int] = {}
+        self._sure: dict[str, int] = {}
+        """What had been written before the newest step."""
         self._path: Path | None = None
 
     def log_events(self, events: list[Event]) -> None:
@@ -178,20 +187,28 @@ class ServiceSink(ThinnedSink):
             self._written = {str(key): int(step) for key, step in known.get("written", {}).items()}
         elif run.clock.step == 0:
             self._path, self.run_id, self._written = None, "", {}
+        self._sure = dict(self._written)
 
     def write(self, events: list[Event]) -> None:
         """Write what has not been written before."""
         fresh = [event for event in events if event.step > self._written.get(curve_of(event), -1)]
         self.log_events(fresh)
-        self._written.update({curve: event.step for event in fresh if (curve := curve_of(event))})
-        self.save()
+        for event in fresh:
+            if curve := curve_of(event):
+                if event.step > max(self._written.values(), default=-1):
+                    self._sure = dict(self._written)
+                self._written[curve] = event.step
+        self.save(self._sure if self.holds_last_step else None)
 
-    def save(self) -> None:
-        """Keep the id and the last steps."""
+    def save(self, written: Mapping[str, int] | None = None) -> None:
+        """Keep the id and the last steps, by default all that were written."""
         if self._path is not None:
             self._path.parent.mkdir(exist_ok=True)
             temporary = self._path.with_suffix(".tmp")  # not synced to disk: it is replaced several times per second
-            temporary.write_text(encode({"id": self.run_id, "written": self._written}) + "\n", encoding="utf-8")
+            temporary.write_text(
+                encode({"id": self.run_id, "written": self._written if written is None else written}) + "\n",
+                encoding="utf-8",
+            )
             temporary.replace(self._path)
 
 

@@ -1,5 +1,6 @@
 """Pass a run on to MLflow."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,17 +52,29 @@ class MLflowLogger(ServiceSink):
         from mlflow import MlflowClient
 
         self._status = "KILLED"
+        # It logs a traceback for every request that fails; the sink reports the first in one line.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         client = self._client = MlflowClient(self.tracking_uri)
         if not self.run_id:
-            found = client.get_experiment_by_name(self.experiment)
-            place = client.create_experiment(self.experiment) if found is None else found.experiment_id
-            self.run_id = client.create_run(place, run_name=self.name or start.name).info.run_id
+            self.run_id = client.create_run(self._experiment_id(), run_name=self.name or start.name).info.run_id
             self.save()
         else:
             client.update_run(self.run_id, status="RUNNING")
         self._log_params(start)
         if start.run_dir is not None and (config := RunFolder(start.run_dir).config_path).exists():
             client.log_artifact(self.run_id, str(config))
+
+    def _experiment_id(self) -> str:
+        """Return the id of the experiment, which is made if there is none; another run may make it meanwhile."""
+        from mlflow.exceptions import MlflowException
+
+        if (found := self._client.get_experiment_by_name(self.experiment)) is None:
+            try:
+                return str(self._client.create_experiment(self.experiment))
+            except MlflowException:
+                if (found := self._client.get_experiment_by_name(self.experiment)) is None:
+                    raise
+        return str(found.experiment_id)
 
     def log_events(self, events: list[Event]) -> None:
         """Log metrics by step, many in one request, and media as artifacts."""

@@ -45,6 +45,8 @@ class TrackioLogger(LogsBySteps):
         """Begin the run there, or continue it."""
         import trackio
 
+        if self._written and self.space_id is None:
+            self._forget_lost()
         self.save()
         self._run = trackio.init(
             self.project,
@@ -55,6 +57,17 @@ class TrackioLogger(LogsBySteps):
             config=settings_of(start),
             embed=False,
         )
+
+    def _forget_lost(self) -> None:
+        """Log again what a killed process had passed to Trackio, which writes half a second later."""
+        from trackio.sqlite_storage import SQLiteStorage
+
+        kept = dict.fromkeys(self._written, -1)
+        for log in SQLiteStorage.get_logs(self.project, self.run_id):
+            for curve in {name.partition("/")[0] for name in log} | {f"media/{name}" for name in log}:
+                if curve in kept:
+                    kept[curve] = max(kept[curve], int(log["step"]))
+        self._written = {curve: min(step, kept[curve]) for curve, step in self._written.items()}
 
     def close_run(self) -> None:
         """End the run there."""

@@ -57,6 +57,7 @@ class WandbLogger(LogsBySteps):
 
     label = "wandb"
     package = "wandb"
+    holds_last_step = True  # a validation may add to it
 
     @checked
     def __init__(
@@ -116,3 +117,4 @@ class WandbLogger(LogsBySteps):
         if end is not None:
             self._run.summary.update({**end.metrics, "status": end.status, "reason": end.message})
         self._run.finish(exit_code=int(end is None or end.status in ("failed", "interrupted")))
+        self.save()

@@ -110,7 +110,7 @@ function follow(next) {
     timer = setTimeout(() => open(true), wait);
     wait = Math.min(wait * 2, 8000);
   };
-  for (const kind of ["runs", "points", "restart", "event", "media", "alert", "removed", "exact"]) {
+  for (const kind of ["runs", "points", "restart", "event", "media", "alert", "removed", "exact", "sweeps"]) {
     next.addEventListener(kind, (message) => {
       const found = JSON.parse(message.data);
       if (kind === "points" && source === next) cursors.set(found.run, found.cursor);

@@ -38,6 +38,14 @@ export function fillOnce(node, key, make) {
 }
 
 const SVG = "http://www.w3.org/2000/svg";
+/** Return a new element of a drawing. */
+export function svg(tag, props = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(props)) node.setAttribute(key, value);
+  append(node, children);
+  return node;
+}
+
 const ICONS = {
   more: "M5 12h.01M12 12h.01M19 12h.01",
   expand: "M15 3h6v6M9 21H3v-6M21 3l-7 7M3 21l7-7",

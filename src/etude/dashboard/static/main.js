@@ -16,7 +16,7 @@ import { drawStrip } from "./strip.js";
 
 const by = (id) => document.getElementById(id);
 const PAGES = { curves: curvesPage(), table: new RunTable(), ...pages };
-const TABS = [["list", "Runs", "only-phone"], ["curves", "Curves"], ["table", "Table"], ["tasks", "Tasks"], ["layers", "Layers"], ["media", "Samples"], ["run", "Run"], ["diff", "Compare"], ["alerts", "Alerts"]];
+const TABS = [["list", "Runs", "only-phone"], ["curves", "Curves"], ["table", "Table"], ["sweeps", "Sweeps"], ["tasks", "Tasks"], ["layers", "Layers"], ["media", "Samples"], ["run", "Run"], ["diff", "Compare"], ["alerts", "Alerts"]];
 
 const folderName = () => data.root.split("/").filter(Boolean).at(-1) ?? data.root;
 
@@ -136,6 +136,7 @@ async function loadRuns() {
   data.root = found.root;
   data.runs = new Map(found.runs.map((run) => [run.id, run]));
   data.loaded = true;
+  data.sweeps = (await get("sweeps")).sweeps;
   if (view.runs == null) view.runs = firstChoice();
   fill(by("root"), folderName());
   by("root").title = found.root;
@@ -188,8 +189,13 @@ function bind() {
       if (JSON.stringify(before?.names) !== JSON.stringify(run.names)) later("page", "tabs");
     }
     later("runs", "strip");
-    if (view.tab === "run" || view.tab === "table" || !showing) later("page");
+    if (["run", "table", "sweeps"].includes(view.tab) || !showing) later("page");
     listen();
+  });
+  on("sse-sweeps", (some) => {
+    data.sweeps = some;
+    emit("sweeps");
+    later("tabs");
   });
   on("sse-removed", (some) => {
     some.forEach((id) => data.runs.delete(id));

@@ -3,13 +3,13 @@
 const START = {
   tab: "curves", runs: null, focus: "", x: "step", smooth: 0, logx: false, logy: [], zoom: null, events: true, outliers: true,
   q: "", sort: "-started", group: "", aggregate: true, archived: false, closed: [], big: "", filter: "", side: true,
-  media: "", mediaStep: null, task: "",
+  media: "", mediaStep: null, task: "", sweep: "",
 };
 
 /** The view; change it with `set`. */
 export const view = { ...START };
 /** What the server said: runs by id, in its order. */
-export const data = { root: "", runs: new Map(), loaded: false, alerts: [], fired: 0 };
+export const data = { root: "", runs: new Map(), loaded: false, alerts: [], fired: 0, sweeps: [] };
 
 const listeners = new Map();
 /** Call `then` whenever `topic` happens. */

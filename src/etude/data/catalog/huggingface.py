@@ -33,7 +33,7 @@ def prepare_huggingface(
     return prepare(path, facts, arguments, labelled)
 
 
-@register("data", "huggingface", prepare=prepare_huggingface)
+@register("data", "huggingface", prepare=prepare_huggingface, check_installed=lambda _: _import_datasets())
 def load_huggingface(
     path: str,
     target: str = "label",
@@ -85,12 +85,17 @@ def load_huggingface(
     return make_splits(parts, options)
 
 
-def _open(path: str, subset: str | None) -> Mapping[str, Any]:
-    """Return the splits of a dataset by name. Raises DataError in one line if it cannot be loaded."""
+def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
         raise ConfigError("datasets of Hugging Face need the datasets library: pip install 'etude[data]'") from error
+    return datasets
+
+
+def _open(path: str, subset: str | None) -> Mapping[str, Any]:
+    """Return the splits of a dataset by name. Raises DataError in one line if it cannot be loaded."""
+    datasets = _import_datasets()
     folder = Path(path).expanduser()
     is_saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:

@@ -65,7 +65,7 @@ def _all_images(path: Path) -> list[Path]:
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
-@register("data", "image_folder", prepare=prepare_images)
+@register("data", "image_folder", prepare=prepare_images, check_installed=lambda _: _pillow())
 def load_image_folder(
     path: str,
     size: Size | tuple[Size, Size] | None = None,

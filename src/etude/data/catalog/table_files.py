@@ -190,12 +190,18 @@ def _kinds(block: Block, places: Mapping[str, int], texts: frozenset[str]) -> di
     return {name: "number" if place in numbers else "text" for name, place in places.items()}
 
 
-def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> Table:
-    """Read a Parquet file: numbers and booleans as numbers, texts unchanged."""
+def import_parquet() -> tuple[Any, Any]:
+    """Return the error class of pyarrow and its module for Parquet; raise DataError if it is not installed."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError("Parquet files need pyarrow: pip install 'etude[data]'") from error
+    return ArrowException, parquet
+
+
+def read_parquet(form: TableFormat, path: Path, names: Sequence[str] | None) -> Table:
+    """Read a Parquet file: numbers and booleans as numbers, texts unchanged."""
+    ArrowException, parquet = import_parquet()
     try:
         with parquet.ParquetFile(path) as file:
             wanted = form.wanted(path, file.schema_arrow.names, names)

@@ -16,7 +16,7 @@ from etude.data.catalog.features import FeatureColumns, FeatureOptions, Missing,
 from etude.data.catalog.holdout import Share, hold_out, mix_keys, own_files, shares
 from etude.data.catalog.screening import screen
 from etude.data.catalog.table import Kind
-from etude.data.catalog.table_files import TableFormat
+from etude.data.catalog.table_files import TableFormat, import_parquet
 from etude.data.splits import DataSplits, OtherData, TensorData
 
 Character = Annotated[str, Len(1, 1)]
@@ -95,7 +95,7 @@ def load_csv(
     return _load(path, columns, validation, test, seed, form, options)
 
 
-@register("data", "parquet", prepare=prepare_table)
+@register("data", "parquet", prepare=prepare_table, check_installed=lambda _: import_parquet())
 def load_parquet(
     path: str,
     target: str,

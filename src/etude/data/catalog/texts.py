@@ -20,7 +20,7 @@ from etude.data.catalog.features import in_order
 from etude.data.catalog.holdout import Rows, Share, fingerprint, hold_out, mix_keys, own_files, shares
 from etude.data.splits import DataSplits, LoaderData, OtherData
 from etude.data.text.padding import filled, padded_width, scatter
-from etude.data.text.tokenizer import load_tokenizer, tokenizer_file
+from etude.data.text.tokenizer import load_tokenizer, require_tokenizers, tokenizer_file
 
 Encode = Callable[[list[str]], list[Any]]
 PAD_ID = 0
@@ -90,7 +90,12 @@ def _numbered(texts: Sequence[LabeledText], classes: Sequence[str]) -> npt.NDArr
     return np.array([place[one.label] for one in texts], dtype=np.int64)
 
 
-@register("data", "jsonl", prepare=prepare_texts)
+def _check_installed(arguments: Mapping[str, Any]) -> None:
+    if arguments["tokenizer"] != "bytes":
+        require_tokenizers()
+
+
+@register("data", "jsonl", prepare=prepare_texts, check_installed=_check_installed)
 def load_jsonl(
     path: str,
     text: str = "text",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from etude.monitor.series import Array, Buckets, Series, downsample, share_of
+from etude.monitor.columns import Array
+from etude.monitor.series import Buckets, Series, downsample, share_of
 from etude.runs.report.html import text
 
 COLORS = 8

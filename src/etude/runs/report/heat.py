@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from etude.monitor.series import Array, RunMetrics, downsample
+from etude.monitor.columns import Array
+from etude.monitor.series import RunMetrics, downsample
 from etude.runs.report.chart import compact
 from etude.runs.report.html import text
 
