@@ -257,7 +257,7 @@ OWN = [Lion, Adafactor, ScheduleFreeAdamW, Muon]
         ({"lr": math.nan}, "lr is nan"),
         ({"layer_decay": 2.0}, "layer_decay is 2.0"),
         ({"kernel": "fused"}, "kernel 'fused'"),
-        ({"groups": [{"params": "0", "momentun": 1.0}]}, "groups.0.momentun is not a setting"),
+        ({"groups": [{"params": "0", "momentun": 1.0}]}, "groups.0.momentun"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(make, wrong, words):
@@ -265,6 +265,15 @@ def test_wrong_arguments_are_refused_in_one_line(make, wrong, words):
     with pytest.raises(ConfigError, match=words) as found:
         make(model, **wrong)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("key", ["momentum", "betas", "wieght_decay"])
+def test_groups_of_muon_set_what_muon_and_adamw_share(key):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    with pytest.raises(ConfigError, match=rf"groups\.0\.{key}: groups of muon can set only lr and weight_decay"):
+        Muon(model, groups=[{"params": "0", key: 0.5}])
+    groups = Muon(model, groups=[{"params": "0", "lr": 0.5, "weight_decay": 0.0}]).param_groups
+    assert [(group["lr"], group["weight_decay"]) for group in groups if group.get("name") == "0"] == [(0.5, 0.0)] * 2
 
 
 @pytest.mark.parametrize("make", [Lion, Adafactor, ScheduleFreeAdamW])

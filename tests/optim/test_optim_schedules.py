@@ -317,6 +317,8 @@ def test_one_cycle_has_no_gap_at_its_edges(total, pct):
         (lambda: multistep([5, 0]), r"multistep: milestones\[1\] is 0; it must be at least 1"),
         (lambda: sequence([constant()], [5]), "sequence: 1 schedules and 1 milestones; pass one milestone for each"),
         (lambda: product([]), "product: no schedules"),
+        (lambda: warmup(warmup_cosine(10, 2), 3), "warmup: the schedule inside rises from 0 itself"),
+        (lambda: warmup(warmup(cosine(10), 2), 3), "warmup: the schedule inside rises from 0 itself"),
         (lambda: cosine_restarts(5, 0), "cosine_restarts: multiplier is 0; it must be at least 1"),
         (lambda: one_cycle(10, pct_start=30), "one_cycle: pct_start is 30"),
     ],
