@@ -40,6 +40,7 @@ class DeviceOptimizer(KernelOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; raise ConfigError for complex numbers."""
         super().add_param_group(param_group)
+        self._step_supports_amp_scaling = False  # whatever kernels `update` uses, it does not divide or skip
         if any(param.is_complex() for param in self.param_groups[-1]["params"]):
             raise ConfigError(f"{type(self).__name__} has no update for complex parameters; use adamw")
 
@@ -66,7 +67,7 @@ class DeviceOptimizer(KernelOptimizer):
 
     def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
         """Return the lists of parameters that one call updates: of one device and one dtype."""
-        if not group["foreach"]:
+        if not (group["foreach"] or group.get("fused")):
             return [[param] for param in params]
         found: dict[Any, list[Tensor]] = {}
         for param in params:
@@ -189,7 +190,7 @@ class Adafactor(DeviceOptimizer):
         torch._foreach_mul_(changes, grads)
         factors = _each(sizes.div_((_rms(changes) / group["d"]).clamp_(min=1.0)).neg_(), params[0].dtype)
         for param, change, factor in zip(params, changes, factors, strict=True):
-            add_scaled([param], [change], factor)
+            param.addcmul_(change, factor) if isinstance(factor, Tensor) else param.add_(change, alpha=factor)
 
     def _moments(self, params: list[Tensor], grads: list[Tensor], weights: Any, eps: float) -> list[Tensor]:
         """Return estimates of the second moment of every element."""

@@ -85,7 +85,7 @@ class Lookahead(Optimizers):
             one.state[param][SLOW] = slow
         if not is_complete:
             self._find_weights()
-        state = self._leaves[0].state
+        state: dict[Any, Any] = self._leaves[0].state
         if COUNTER not in state:
             if not new:  # no parameter has had a gradient yet
                 return loss
@@ -146,7 +146,7 @@ class Lookahead(Optimizers):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raise CheckpointError for a counter or slow weights of another shape."""
         super().load_state_dict(state_dict)
-        state = self._leaves[0].state
+        state: dict[Any, Any] = self._leaves[0].state
         self._find_weights()
         pairs = [*zip(self._slow, self._fast, strict=True)]
         self._states = []  # whoever loads may still change the states
