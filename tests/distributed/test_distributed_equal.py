@@ -118,6 +118,12 @@ CASES = {
             }
         },
     ),
+    "muon": ((2, 3), {"grad_accum_steps": 2}, points(49) | {"optimizer": {"name": "muon", "lr": 0.01}}),
+    "sam of schedule-free": (
+        (2,),
+        {},
+        points(49) | {"optimizer": {"name": "sam", "optimizer": {"name": "schedule_free_adamw", "lr": 0.01}}},
+    ),
     "no clipping": ((2,), {"gradient_clip_norm": None}, points(50)),
     "clipped elements": ((2,), {"gradient_clip_norm": None, "gradient_clip_value": 0.01}, points(49)),
     "bf16": ((2,), {"precision": "bf16"}, {}),

@@ -304,6 +304,17 @@ def test_a_vector_becomes_the_gradients_of_parameters() -> None:
     assert torch.equal(parameters[1].grad, torch.arange(6.0, 10.0))
 
 
+def test_assigned_gradients_have_the_layout_of_their_parameter():
+    """Fused kernels read them so; on the CPU without a check."""
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        weight = nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=layout))
+        assign_gradients(torch.arange(24.0), [weight])
+        torch.optim.SGD([weight], lr=0.1, fused=True).step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(*ends)
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [

@@ -167,6 +167,21 @@ def test_fused_sgd_of_16_bits_is_refused_on_the_cpu():
         SGD(parameters(torch.bfloat16), kernel="fused")
 
 
+@pytest.mark.parametrize("optimizer_class", [SGD, Adam, AdamW, Adagrad])
+def test_a_slice_of_a_larger_tensor_is_updated_where_it_is(optimizer_class):
+    """Torch's fused CPU kernels would write to the elements between its rows."""
+    whole = torch.ones(4, 3)
+    part, apart = nn.Parameter(whole[:, :2]), nn.Parameter(torch.ones(4, 2))
+    for weight in (part, apart):
+        optimizer = optimizer_class([weight], lr=0.1)
+        (weight * torch.arange(8.0).view(4, 2)).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(part, apart)
+    assert whole[:, 2].tolist() == [1.0] * 4
+    with pytest.raises(ConfigError, match="kernel 'fused'"):
+        optimizer_class([part], kernel="fused")
+
+
 def test_rmsprop_takes_foreach_for_small_tensors_and_a_loop_for_large_ones():
     assert RMSprop(parameters()).param_groups[0]["foreach"] is True
     assert RMSprop([nn.Parameter(torch.zeros(50_000))]).param_groups[0]["foreach"] is False

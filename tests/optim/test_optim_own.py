@@ -73,7 +73,7 @@ def test_a_rate_in_a_tensor_is_the_same_rate(make):
 # ------------------------------------------------------------------------------------------------ schedule-free
 
 
-@pytest.mark.parametrize("kernel", ["auto", "loop"])
+@pytest.mark.parametrize("kernel", ["auto", "fused", "foreach", "loop"])
 @pytest.mark.parametrize(
     ("arguments", "rates"),
     [
@@ -96,6 +96,25 @@ def test_schedule_free_takes_the_steps_of_the_package(arguments, rates, kernel):
     mine.train(), reference.train()
     run(mine, ours, rates=rates), run(reference, theirs, rates=rates)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_schedule_free_does_the_same_with_numbers_of_a_device(kernel, weight_decay):
+    """On CUDA the rate, the share and the count are tensors; the fused kernels read them in float32."""
+    ends = []
+    for wrap in (float, lambda value: torch.tensor(value, dtype=torch.float64)):
+        params = parameters()
+        optimizer = ScheduleFreeAdamW(params, lr=0.125, weight_decay=weight_decay, kernel=kernel)
+        for step in range(5):
+            set_gradients(params, step)
+            grads = [param.grad for param in params]
+            with torch.no_grad():
+                optimizer.update(
+                    optimizer.param_groups[0], params, grads, tuple(map(wrap, (0.125, 2.0**-step, step + 1)))
+                )
+        ends.append(params)
+    assert_same(*ends, rtol=1e-6)
 
 
 def test_schedule_free_is_the_formula_of_its_paper():
@@ -256,8 +275,7 @@ OWN = [Lion, Adafactor, ScheduleFreeAdamW, Muon]
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
         ({"lr": math.nan}, "lr is nan"),
         ({"layer_decay": 2.0}, "layer_decay is 2.0"),
-        ({"kernel": "fused"}, "kernel 'fused'"),
-        ({"groups": [{"params": "0", "momentun": 1.0}]}, "groups.0.momentun is not a setting"),
+        ({"groups": [{"params": "0", "momentun": 1.0}]}, "groups.0.momentun"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(make, wrong, words):
@@ -265,6 +283,24 @@ def test_wrong_arguments_are_refused_in_one_line(make, wrong, words):
     with pytest.raises(ConfigError, match=words) as found:
         make(model, **wrong)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(Lion, torch.float32), (Adafactor, torch.float32), (Muon, torch.float32), (ScheduleFreeAdamW, torch.bfloat16)],
+)
+def test_a_fused_kernel_that_does_not_exist_is_refused_in_one_line(make, dtype):
+    with pytest.raises(ConfigError, match="kernel 'fused'"):
+        make(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(dtype), kernel="fused")
+
+
+@pytest.mark.parametrize("key", ["momentum", "betas", "wieght_decay"])
+def test_groups_of_muon_set_what_muon_and_adamw_share(key):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    with pytest.raises(ConfigError, match=rf"groups\.0\.{key}: groups of muon can set only lr and weight_decay"):
+        Muon(model, groups=[{"params": "0", key: 0.5}])
+    groups = Muon(model, groups=[{"params": "0", "lr": 0.5, "weight_decay": 0.0}]).param_groups
+    assert [(group["lr"], group["weight_decay"]) for group in groups if group.get("name") == "0"] == [(0.5, 0.0)] * 2
 
 
 @pytest.mark.parametrize("make", [Lion, Adafactor, ScheduleFreeAdamW])

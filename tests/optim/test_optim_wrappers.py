@@ -150,6 +150,31 @@ def test_a_parameter_whose_first_gradient_comes_late_starts_from_its_own_weights
     torch.testing.assert_close(unused.detach(), torch.full((2,), 0.95, dtype=torch.float64))  # half of 0.1
 
 
+def test_a_parameter_that_is_frozen_between_two_moves_stays_as_it_is():
+    one, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = Lookahead(SGD([one, other], lr=0.25), k=2, alpha=0.5)
+    for is_frozen in (False, True):
+        other.requires_grad_(not is_frozen)
+        one.grad, other.grad = torch.ones(1), None if is_frozen else torch.ones(1)
+        optimizer.step()
+    assert (one.item(), other.item()) == (0.75, 0.75)
+
+
+def test_a_state_loaded_by_the_wrapped_optimizer_is_used():
+    weight = nn.Parameter(torch.ones(1))
+    inner = SGD([weight], lr=0.25)
+    optimizer = Lookahead(inner, k=2, alpha=0.5)
+    for start in (1.0, 5.0):
+        for _ in range(2):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        assert weight.item() == start - 0.25
+        saved = copy.deepcopy(inner.state_dict())
+        saved["state"][0]["slow"].fill_(5.0)
+        inner.load_state_dict(saved)
+        weight.data.fill_(5.0)
+
+
 def test_a_step_without_any_gradient_changes_nothing():
     weight = nn.Parameter(torch.ones(1))
     optimizer = Lookahead(SGD([weight], lr=0.1), k=1)

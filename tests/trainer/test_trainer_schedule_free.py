@@ -137,3 +137,54 @@ def test_a_loop_over_epochs_validates_the_average_too():
     loop.finish()
     assert not optimizer.param_groups[0]["train_mode"]
     assert seen[-1] == pytest.approx(loss_of(model), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+FALLS, TWICE, LONG = "authors advise against both", "both warm up", "does not reach lr"
+RISE = {"name": "warmup", "warmup_steps": 3, "schedule": "constant"}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "warmup_steps", "words"),
+    [
+        (None, 3, []),
+        (RISE, 0, []),
+        ("cosine", 0, [FALLS]),
+        ({"name": "plateau", "monitor": "loss"}, 0, [FALLS]),
+        (RISE, 3, [TWICE]),
+        ({"name": "warmup", "warmup_steps": 3, "schedule": "cosine"}, 3, [FALLS, TWICE]),
+        (None, 1000, [LONG]),
+    ],
+)
+def test_a_schedule_that_does_what_the_average_does_is_one_warning(scheduler, warmup_steps, words, caplog):
+    optimizer = {**OPTIMIZER, "warmup_steps": warmup_steps}
+    config = {"epochs": 1, "batch_size": 4}
+    run = Trainer(Net(), DATA, config=config, optimizer=optimizer, scheduler=scheduler, progress=False)
+    run.train()
+    run.train(num_epochs=2)
+    said = [one.getMessage() for one in caplog.records if "ScheduleFreeAdamW" in one.getMessage()]
+    assert len(said) == len(words)
+    assert all(word in line for word, line in zip(words, said, strict=True))
+
+
+def test_a_schedule_of_beta1_is_refused():
+    """The averaged weights are computed from beta1, so they would be others after it has changed."""
+    with pytest.raises(ConfigError, match="sets beta1"):
+        Trainer(
+            Net(),
+            DATA,
+            config={"epochs": 1},
+            optimizer=OPTIMIZER,
+            scheduler={"name": "by_setting", "beta1": {"name": "linear", "end": 0.5}},
+            progress=False,
+        )
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False), nn.LayerNorm(8)])
+def test_statistics_of_batch_norm_are_those_of_other_weights(norm, caplog):
+    model = nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
+    Trainer(model, DATA, config={"epochs": 1, "batch_size": 4}, optimizer=OPTIMIZER, progress=False).train()
+    said = [one for one in caplog.records if "update_bn" in one.getMessage()]
+    assert len(said) == int(isinstance(norm, nn.BatchNorm1d) and norm.track_running_stats)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from etude.checkpoint import check_kind, record_of
 from etude.checkpoint.saved_tensor import fill, whole
@@ -119,6 +120,13 @@ class OptimizerWeights(SwappedWeights):
         """Let the optimizer train; some begin in evaluation mode."""
         self.is_swapped = True
         super().on_train_begin(run)
+        norms = [one for one in run.model.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
+        if self._optimizers and norms and run.is_main:
+            self.notify(
+                f"{self.label()}: batch norm keeps statistics of the weights of training, not of the averaged weights "
+                "that are validated and saved; recompute them afterwards (torch.optim.swa_utils.update_bn), or use "
+                "another norm"
+            )
 
     @torch.no_grad()
     def hold(self, *, raw: bool) -> None:

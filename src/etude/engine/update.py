@@ -337,10 +337,10 @@ def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
         ("torch.optim", "etude.optim")
     ):
         return False  # a user-defined step may compute with the Python float
-    if group.get("fused"):
-        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad))
     if isinstance(optimizer, DeviceOptimizer):
         return True
+    if group.get("fused"):
+        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad))
     return "capturable" in group and isinstance(optimizer, _CAPTURABLE)
 
 

@@ -40,6 +40,7 @@ class DeviceOptimizer(KernelOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; raise ConfigError for complex numbers."""
         super().add_param_group(param_group)
+        self._step_supports_amp_scaling = False  # whatever kernels `update` uses, it does not divide or skip
         if any(param.is_complex() for param in self.param_groups[-1]["params"]):
             raise ConfigError(f"{type(self).__name__} has no update for complex parameters; use adamw")
 
@@ -66,7 +67,7 @@ class DeviceOptimizer(KernelOptimizer):
 
     def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
         """Return the lists of parameters that one call updates: of one device and one dtype."""
-        if not group["foreach"]:
+        if not (group["foreach"] or group.get("fused")):
             return [[param] for param in params]
         found: dict[Any, list[Tensor]] = {}
         for param in params:
@@ -166,13 +167,6 @@ class Adafactor(DeviceOptimizer):
         defaults = {"lr": lr, **own, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(self._grouped(params, lr, **common), defaults)
 
-    def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
-        """Return matrices and vectors apart: their states differ."""
-        for some in super().together(group, params):
-            for is_matrix in (True, False):
-                if same := [param for param in some if (param.dim() >= 2) == is_matrix]:
-                    yield same
-
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
         """Update these parameters; what is a number for each of them is computed for all at once."""
         first, second = group["eps"]
@@ -184,19 +178,31 @@ class Adafactor(DeviceOptimizer):
         decay_weights(params, group["lr"], group["weight_decay"])
         weights = _each(counts.pow(group["beta2_decay"]), params[0].dtype)
         changes = self._moments(params, grads, weights, first)
-        torch._foreach_clamp_min_(changes, first * first)
         torch._foreach_rsqrt_(changes)
         torch._foreach_mul_(changes, grads)
-        factors = _each(sizes.div_((_rms(changes) / group["d"]).clamp_(min=1.0)).neg_(), params[0].dtype)
+        factors = _each(sizes.div_(_rms(changes, group["d"]).clamp_(min=1.0)).neg_(), params[0].dtype)
         for param, change, factor in zip(params, changes, factors, strict=True):
-            add_scaled([param], [change], factor)
+            param.addcmul_(change, factor) if isinstance(factor, Tensor) else param.add_(change, alpha=factor)
 
     def _moments(self, params: list[Tensor], grads: list[Tensor], weights: Any, eps: float) -> list[Tensor]:
         """Return estimates of the second moment of every element."""
-        if grads[0].dim() < 2:
-            variances = self.states("variance", params, torch.zeros_like)
-            torch._foreach_lerp_(variances, torch._foreach_mul(grads, grads), weights)
-            return [variance.clone() for variance in variances]
+        found: dict[int, Tensor] = {}
+        for is_matrix in (True, False):
+            places = [place for place, param in enumerate(params) if (param.dim() >= 2) == is_matrix]
+            if places:
+                some, own, shares = ([one[place] for place in places] for one in (params, grads, weights))
+                made = self._factored(some, own, shares, eps) if is_matrix else self._whole(some, own, shares, eps)
+                found.update(zip(places, made, strict=True))
+        return [found[place] for place in range(len(params))]
+
+    def _whole(self, params: list[Tensor], grads: list[Tensor], weights: list[Any], eps: float) -> list[Tensor]:
+        """Return the moments of every element."""
+        variances = self.states("variance", params, torch.zeros_like)
+        torch._foreach_lerp_(variances, torch._foreach_mul(grads, grads), weights)
+        return list(torch._foreach_clamp_min(variances, eps * eps))
+
+    def _factored(self, params: list[Tensor], grads: list[Tensor], weights: list[Any], eps: float) -> list[Tensor]:
+        """Return the products of the moments of rows and columns."""
         rows = self.states("row_var", params, lambda one: torch.zeros_like(one[..., :1]))
         columns = self.states("col_var", params, lambda one: torch.zeros_like(one[..., :1, :]))
         for means, axis in ((rows, -1), (columns, -2)):
@@ -206,6 +212,7 @@ class Adafactor(DeviceOptimizer):
             torch._foreach_lerp_(means, squares, weights)
         found = [row @ column for row, column in zip(rows, columns, strict=True)]
         torch._foreach_div_(found, [row.mean(-2, keepdim=True).clamp_(min=eps) for row in rows])
+        torch._foreach_clamp_min_(found, eps * eps)
         return found
 
 
@@ -214,8 +221,8 @@ def _each(values: Tensor, dtype: torch.dtype) -> Any:
     return values.tolist() if values.is_cpu else list(values.to(dtype).unbind())
 
 
-def _rms(tensors: list[Tensor]) -> Tensor:
-    """Return the root of the mean square of every tensor, as one vector."""
+def _rms(tensors: list[Tensor], divisor: float = 1.0) -> Tensor:
+    """Return the root of the mean square of every tensor, divided by a number, as one vector."""
     norms = list(torch._foreach_norm(tensors))
-    torch._foreach_div_(norms, [tensor.numel() ** 0.5 for tensor in tensors])
+    torch._foreach_div_(norms, [divisor * tensor.numel() ** 0.5 for tensor in tensors])
     return torch.stack(norms).double()

@@ -78,7 +78,12 @@ def choose_kernel(params: Sequence[Tensor], *, has_fused: bool = True) -> Litera
 
 
 def _fusable(param: Tensor) -> bool:
-    return param.device.type in FUSED_DEVICES and param.dtype in FUSED_DTYPES
+    return param.device.type in FUSED_DEVICES and param.dtype in FUSED_DTYPES and _is_dense(param)
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Whether elements lie side by side: fused CPU kernels update a slice of a larger tensor at the wrong places."""
+    return type(param) not in (Tensor, nn.Parameter) or torch.ops.aten.is_non_overlapping_and_dense.default(param)
 
 
 def _uniform(params: Iterable[Tensor]) -> bool:

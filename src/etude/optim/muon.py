@@ -26,6 +26,8 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 LARGEST_STACK = 2**28
 """Elements of matrices that are orthogonalized in one call."""
 NEURON_BETA = 0.95
+_OF_GROUPS = ("params", "name", "lr", "learning_rate", "weight_decay")
+"""Keys of a group: the settings that Muon and AdamW, which may both have a part of it, share."""
 _OUTER = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|cls_token|lm_head|heads?|classifier|score)(\.|$)")
 """Names of embeddings and output layers that are not torch's modules."""
 
@@ -157,6 +159,9 @@ class Muon(Optimizers):
     ) -> None:
         if not isinstance(params, (nn.Module, NamedParams)):
             raise ConfigError("muon finds the hidden matrices in the model: pass the model, not its parameters")
+        for place, key in ((place, key) for place, one in enumerate(common.get("groups", ())) for key in one):
+            if key not in _OF_GROUPS:
+                raise ConfigError(f"optimizer.groups.{place}.{key}: groups of muon can set only lr and weight_decay")
         given = named_params(params)
         hidden = _hidden(given, adamw)
         matrices, others = (_part(given, hidden, inside=inside) for inside in (True, False))

@@ -71,6 +71,8 @@ class Schedules:
                 raise ConfigError(f"the schedule has a group '{name}', which the optimizer does not have{there}")
         for setting in {**self.factors, **self.values}:
             own = [group for group in groups if has_setting(group, setting)]
+            if setting in ("momentum", "beta1") and any("train_mode" in group for group in own):
+                raise ConfigError(f"the schedule sets {setting}, by which {optimizer} mixes its averages; remove it")
             if not own:
                 raise ConfigError(f"the schedule sets {setting}, which {optimizer} does not have; remove it")
             base = [group.get(f"initial_{setting}", setting_of(group, setting)) for group in own]

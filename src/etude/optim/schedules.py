@@ -244,6 +244,8 @@ def warmup(
 def _warmed_up(schedule: Schedule, length: int, start: float) -> Schedule:
     """Rise linearly from `start` to the first value of the schedule, then follow the schedule."""
     top = schedule(0)
+    if top == 0 < schedule(1):  # the rate would be 0 until the end of this warm-up
+        raise ConfigError("warmup: the schedule inside rises from 0 itself, as in a warm-up; keep one of the two")
     return lambda step: _line(step / length, start, top) if step < length else schedule(step - length)
 
 

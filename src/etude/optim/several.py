@@ -80,7 +80,8 @@ class Optimizers(Optimizer):
         return loss
 
     def _step_each(self) -> None:
-        given = {name: value for name, value in vars(self).items() if name in _OF_KERNELS}
+        own = vars(self)
+        given = {name: own[name] for name in _OF_KERNELS if name in own}
         for one in self.optimizers:
             vars(one).update(given)
             try:

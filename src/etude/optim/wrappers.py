@@ -1,5 +1,6 @@
 """Lookahead and SAM: they wrap any optimizer, also several, and each other."""
 
+import operator
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ Inner = Annotated[Optimizer, Section("optimizer", frozenset({"params"}))]
 
 SLOW, COUNTER = "slow", "lookahead"
 """Keys in the state of the wrapped optimizer: the slow weights of a parameter, and the state of the wrapper."""
+_STATE, _REQUIRES_GRAD = operator.attrgetter("state"), operator.attrgetter("requires_grad")
 SMALLEST_NORM = 1e-12
 """Added to a norm before dividing by it, as in published implementations."""
 
@@ -63,6 +65,11 @@ class Lookahead(Optimizers):
             )
         self.k, self.alpha = k, alpha
         super().__init__([optimizer])
+        self._leaves = optimizers_in(self)
+        self._states: list[Any] = []
+        """The states in which the weights were found: loading makes others."""
+        self._slow: list[Tensor] = []
+        self._fast: list[Tensor] = []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let the wrapped optimizer step; after every `k` updates move the slow weights."""
@@ -70,40 +77,66 @@ class Lookahead(Optimizers):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        is_complete = self._is_complete()
         # Optimizers create the state of a parameter if it is empty, so slow weights are added afterwards.
-        new = [
-            (one, param, param.detach().clone())
-            for one in optimizers_in(self)
-            for group in one.param_groups
-            for param in group["params"]
-            if param.grad is not None and SLOW not in one.state.get(param, {})
-        ]
+        new = [] if is_complete else self._first_weights()
         self._step_each()
         for one, param, slow in new:
             one.state[param][SLOW] = slow
-        state = self.state
+        if not is_complete:
+            self._find_weights()
+        state: dict[Any, Any] = self._leaves[0].state
         if COUNTER not in state:
             if not new:  # no parameter has had a gradient yet
                 return loss
             state[COUNTER] = {"step": torch.zeros((), dtype=torch.int64, device=self._device)}
-        count: Tensor = state[COUNTER]["step"]
+        self._count(state[COUNTER]["step"])
+        return loss
+
+    def _count(self, count: Tensor) -> None:
+        """Count an update that was applied, and move the weights if it is the k-th."""
         skipped = vars(self).get("found_inf")  # set if the kernel decides on the device whether to skip
         # After a skipped update the count may be a multiple again: slow and trained weights are then equal already.
         if not count.is_cpu:
             count.add_(1 if skipped is None else skipped == 0)
-            _move_if(count.remainder(self.k) == 0, *self._weights(), self.alpha)
-            return loss
-        count.add_(skipped is None or not skipped.item())  # on the CPU reading a value does not wait
-        if count.item() % self.k == 0:
-            slow, fast = self._weights()
-            torch._foreach_lerp_(slow, fast, self.alpha)
-            torch._foreach_copy_(fast, slow)
-        return loss
+            with torch.no_grad():
+                _move_if(count.remainder(self.k) == 0, *self._trained(), self.alpha)
+        elif (skipped is None or not skipped.item()) and count.add_(1).item() % self.k == 0:  # reading does not wait
+            slow, fast = self._trained()
+            with torch.no_grad():
+                torch._foreach_lerp_(slow, fast, self.alpha)
+                torch._foreach_copy_(fast, slow)
 
-    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the slow weights, and the trained ones."""
-        states = [item for one in optimizers_in(self) for item in one.state.items() if SLOW in item[1]]
-        return [state[SLOW] for _, state in states], [param.data for param, _ in states]
+    def _is_complete(self) -> bool:
+        """Whether the slow weights of all parameters are known, and still those of the optimizers."""
+        return (
+            bool(self._states)
+            and all(map(operator.is_, self._states, map(_STATE, self._leaves)))
+            and len(self._slow) == sum(len(group["params"]) for one in self._leaves for group in one.param_groups)
+        )
+
+    def _first_weights(self) -> list[tuple[Optimizer, Tensor, Tensor]]:
+        """Return copies of the parameters that have their first gradient, with their optimizers."""
+        return [
+            (one, param, param.detach().clone())
+            for one in self._leaves
+            for group in one.param_groups
+            for param in group["params"]
+            if param.grad is not None and SLOW not in one.state.get(param, {})
+        ]
+
+    def _find_weights(self) -> None:
+        """Find the slow weights, and the trained ones."""
+        self._states = [one.state for one in self._leaves]
+        found = [(state[SLOW], param) for one in self._states for param, state in one.items() if SLOW in state]
+        self._slow, self._fast = [slow for slow, _ in found], [fast for _, fast in found]
+
+    def _trained(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the slow weights, and the others, of parameters that have not been frozen since their first update."""
+        if all(map(_REQUIRES_GRAD, self._fast)):
+            return self._slow, self._fast
+        kept = [pair for pair in zip(self._slow, self._fast, strict=True) if pair[1].requires_grad]
+        return [slow for slow, _ in kept], [fast for _, fast in kept]
 
     @property
     def _device(self) -> torch.device:
@@ -113,8 +146,10 @@ class Lookahead(Optimizers):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raise CheckpointError for a counter or slow weights of another shape."""
         super().load_state_dict(state_dict)
-        state = self.state
-        pairs = [*zip(*self._weights(), strict=True)]
+        state: dict[Any, Any] = self._leaves[0].state
+        self._find_weights()
+        pairs = [*zip(self._slow, self._fast, strict=True)]
+        self._states = []  # whoever loads may still change the states
         if COUNTER in state:  # torch moves only the state of parameters to their device
             count = state[COUNTER]["step"] = state[COUNTER]["step"].to(self._device, torch.int64)
             pairs.append((count, torch.zeros(())))

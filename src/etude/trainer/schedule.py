@@ -18,6 +18,7 @@ from etude.core import ConfigError
 from etude.engine.callback import Callback
 from etude.engine.learning_rate import LearningRate
 from etude.optim import Schedule, Schedules
+from etude.optim.schedule_free import with_modes
 from etude.trainer.arguments import Section, expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
@@ -78,6 +79,7 @@ class RunRate(LearningRate):
             self.follow(config)  # refuse an invalid schedule early
         self.callbacks = drivers_of(scheduler if self._planned is None else self.schedule)
         """The callbacks of the schedule; those of the first plan stay, with their state, if the plan changes."""
+        self._has_advised = False
 
     @property
     def has_schedule(self) -> bool:
@@ -93,6 +95,36 @@ class RunRate(LearningRate):
                 self.use(schedule)
             except ConfigError as error:
                 raise ConfigError(f"{self._planned.place}: {error}") from error
+
+    def advise(self, config: TrainerConfig) -> None:
+        """Warn, once, of what is no error but hardly intended: a falling rate beside an average that replaces it."""
+        if self._has_advised or self.optimizer is None:
+            return
+        self._has_advised = True
+        total = self._loaders.total_steps(config)
+        for one in with_modes(self.optimizer):
+            for words in _beside_average(one, Schedules.of(self.schedule) if self.schedule else None, total):
+                logger.warning("%s: %s", type(one).__name__, words)
+            if self.callbacks:
+                logger.warning("%s: %s", type(one).__name__, _ADVICE)
+
+
+_ADVICE = (
+    "its average of the weights replaces a falling rate, and its authors advise against both; remove the scheduler"
+)
+
+
+def _beside_average(optimizer: Any, plan: Schedules | None, total: int | None) -> Iterator[str]:
+    """Yield a line for each way in which schedule and optimizer do the same."""
+    own = max(group.get("warmup_steps", 0) for group in optimizer.param_groups)
+    if total is not None and own >= total:
+        yield f"warmup_steps is {own} but the run has only {total} steps, so the rate does not reach lr; shorten it"
+    steps = range(0, total or 10_000, max(1, (total or 10_000) // 100))
+    rates = [[one(step) for step in steps] for one in ((plan.lr, *plan.groups.values()) if plan is not None else ())]
+    if any(values[-1] < max(values) for values in rates):
+        yield _ADVICE
+    if own and any(values[0] < max(values) for values in rates):
+        yield "its warmup_steps and the scheduler both warm up, and the factors are multiplied; keep one of them"
 
 
 def check_scheduler(scheduler: Any) -> None:

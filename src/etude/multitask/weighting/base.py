@@ -146,6 +146,8 @@ def assign_gradients(gradient: Tensor, parameters: Sequence[Tensor]) -> None:
     """Assign the slices of one vector as gradients of the parameters."""
     start = 0
     for parameter in parameters:
-        parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter).to(parameter.dtype)
+        piece = gradient[start : start + parameter.numel()].view_as(parameter).to(parameter.dtype)
+        # Fused kernels read a gradient in the layout of its parameter, such as channels_last.
+        parameter.grad = piece if parameter.is_contiguous() else torch.empty_like(parameter).copy_(piece)
         start += parameter.numel()
     assert start == gradient.numel(), f"{gradient.numel()} numbers for {start} elements"
