@@ -148,6 +148,23 @@ def test_a_full_disk_stops_the_sweep_and_not_the_trial(etude, points, monkeypatc
     assert "1 failed, 1 complete" in done.out
 
 
+FORKSERVER = """
+import signal
+from multiprocessing import forkserver
+from etude.sweep.launch import start_server
+
+start_server()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+status = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read()
+print(bool(int(status.split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGINT - 1))
+"""
+
+
+def test_the_process_that_imports_torch_leaves_ctrl_c_to_the_sweep():
+    done = subprocess.run([sys.executable, "-c", FORKSERVER], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_a_disk_with_room_is_not_full(tmp_path):
     assert not SweepFolder(tmp_path).is_full()
     assert [*tmp_path.iterdir()] == []

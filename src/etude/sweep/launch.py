@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -50,7 +51,14 @@ class TrialProcess:
 def start_server() -> None:
     """Start the process that imports torch, once; it ends with this one."""
     set_forkserver_preload(["etude.sweep.trial", "etude.cli.main"])
-    ensure_running()
+    if threading.current_thread() is not threading.main_thread():
+        ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the sweep, not for this import
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def start_run(
