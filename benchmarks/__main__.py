@@ -28,6 +28,7 @@ BENCHMARKS = {
     "linear_ce": (),
     "meaningful": (),
     "multi_task": (),
+    "advice": (),
     "gpu": (),
 }
 """Modules in the order in which they run, and what `--quick` is for those that do not know the word."""

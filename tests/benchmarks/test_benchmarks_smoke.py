@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    advice,
     counters,
     csv_loading,
     dashboard,
@@ -127,6 +128,14 @@ def test_startup(run_in_forks):
     assert {row["command"] for row in commands} >= {"import torch", "import etude", "etude --help"}
     assert all(row["s"] > 0 for row in commands)
     assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
+
+
+def test_advice(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(advice, "CPU", {"training.save_every_steps": advice.CPU["training.save_every_steps"]})
+    advice.main(["--quick", "--json", str(tmp_path / "out.json")])
+    (((row,)),) = tables("advice", tmp_path / "out.json", capfd.readouterr().out)
+    assert row["advice"] == "training.save_every_steps=100"
+    assert min(row["before"], row["after"], row["at most"]) > 0
 
 
 def test_dashboard(tmp_path, capfd):

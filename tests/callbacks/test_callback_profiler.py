@@ -10,6 +10,7 @@ from torch import nn
 
 from etude import Trainer
 from etude.callbacks import Callback, Profiler
+from etude.callbacks.profiler import _crowded
 from etude.callbacks.profiling import timeline
 from etude.callbacks.profiling.advice import Facts, advise
 from etude.callbacks.profiling.profile import Profile
@@ -301,6 +302,17 @@ def changes(measured, facts):
         (profile(data=2.5), Facts(source="memory", prefetch=2, cores=8, threads=8), {}),
         (profile(data=10.0), Facts(source="other", cores=8, threads=8), {}),
         (profile(data=10.0, busy_cores=1.9), Facts(source="dataset", cores=2, threads=2), {}),
+        # 30 ms of work of one core, in 20 ms: two cores need at least 15
+        (
+            profile(data=10.0, busy_cores=1.5),
+            Facts(source="dataset", cores=2, threads=2),
+            {"training.num_workers=1": 0.25},
+        ),
+        (
+            profile(data=10.0, busy_cores=1.5),
+            Facts(source="memory", cores=2, threads=2),
+            {"training.prefetch=2": 0.25},
+        ),
         (profile(data=0.4), Facts(source="dataset", cores=8, threads=8), {}),
         (
             profile(logging=0.75, intervals={"logging": 1.0}),
@@ -359,6 +371,14 @@ def test_advice_for_a_gpu(measured, facts, expected):
         "threads": 16,
     }
     assert changes(measured, Facts(**usual | facts)) == expected
+
+
+def test_a_crowded_machine_is_named(monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (40.0, 1.0, 1.0))
+    monkeypatch.setattr("etude.callbacks.profiler._cores", lambda: 4)
+    assert "load 40.0 on 4 cores" in _crowded(threads=4)
+    assert _crowded(threads=64) == ""  # they are its own
+    assert str(profile(warning="crowded")).endswith("\ncrowded")
 
 
 def test_words():

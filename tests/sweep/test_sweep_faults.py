@@ -133,3 +133,95 @@ def test_trials_of_several_processes(etude, points):
     done = etude("sweep", points, "optimizer.lr=0.01,0.02", "training.epochs=1", "--nproc", 2, "--dir", "s")
     assert done.code == 0, done.err + Path("s/trial-0000/output.txt").read_text()
     assert "2 of 2 trials: 2 complete" in done.out
+
+
+def test_a_full_disk_stops_the_sweep_and_not_the_trial(etude, points, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(SweepFolder, "is_full", lambda _: True)
+        done = etude("sweep", points, "optimizer.lr=1e30,0.02", "--dir", "s")
+    assert done.code == 2
+    assert "No space left on device" in done.error
+    assert "continue with: etude sweep s" in done.error
+    assert etude("sweep", "status", "s").out.splitlines()[1].split()[:2] == ["0", "stopped"]
+    done = etude("sweep", "s")  # there is room again, so that the reason is the trial
+    assert "trial 0  failed: the loss" in done.out
+    assert "1 failed, 1 complete" in done.out
+
+
+FORKSERVER = """
+import signal
+from multiprocessing import forkserver
+from etude.sweep.launch import start_server
+
+start_server()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+status = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read()
+print(bool(int(status.split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGINT - 1))
+"""
+
+
+def test_the_process_that_imports_torch_leaves_ctrl_c_to_the_sweep():
+    done = subprocess.run([sys.executable, "-c", FORKSERVER], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_disk_with_room_is_not_full(tmp_path):
+    assert not SweepFolder(tmp_path).is_full()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_has_one_study(etude, points):
+    words = "sweep", points, "optimizer.lr=0.01,0.02", "training.epochs=1", "--dir"
+    assert etude(*words, "a", "--storage", "sqlite:///a.db").code == 0
+    assert "pass the same --storage" in etude(*words, "a").error
+    assert etude(*words, "b").code == 0
+    assert "leave out --storage" in etude(*words, "b", "--storage", "sqlite:///a.db").error
+    assert "trial-0000 holds a run" in etude(*words, "a", "--storage", "sqlite:///other.db").error
+
+
+def test_a_trial_that_was_killed_while_its_values_were_chosen(etude, points):
+    """Optuna writes a trial before its values: a sweep killed in between must lose no point of its grid."""
+    assert etude("sweep", points, *SPACE, "training.epochs=1").code == 0
+    journal = Path("s/journal.jsonl")
+    lines = journal.read_text().splitlines(keepends=True)
+    values = [number for number, line in enumerate(lines) if json.loads(line)["op_code"] == 5]
+    journal.write_text("".join(lines[: values[-1]]))  # 5 sets a value
+    (last := Path("s/trial-0001")).rename("moved")
+    done = etude("sweep", "s")
+    assert done.code == 0, done.err
+    assert "2 of 2 trials: 2 complete" in done.out
+    assert [trial.params["optimizer.lr"] for trial in SweepFolder("s").study().trials] == [0.01, 0.02]
+    assert last.is_dir()
+
+
+def test_a_pruner_that_can_prune_nothing_is_named(etude, points):
+    done = etude("sweep", points, *SPACE, "training.epochs=1", "--pruner", "median")
+    assert done.out.count("no trial can be pruned") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_processes_of_a_trial_end_when_it_is_stopped_at_once(points):
+    Path("hold").touch()
+    sweep = start(points, *SPACE, "--nproc", 2)
+    wait_until(Path("reached").exists, sweep)
+    pid = json.loads(Path("s/trial-0000/status.json").read_text())["pid"]
+    for wanted in ("stopping", ""):
+        os.killpg(sweep.pid, signal.SIGINT)
+        if wanted:
+            wait_until(lambda: "stopping" in Path("s/trial-0000/output.txt").read_text(), sweep)
+    _, err = sweep.communicate()
+    assert sweep.returncode == 130
+    assert "stopped at once" in err
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_or_failed_process_of_several(etude, points):
+    Path("die").touch()
+    done = etude("sweep", points, "optimizer.lr=0.01,1e30", "--nproc", 2, "--dir", "s")
+    assert "trial 0: its process was killed; continuing" in done.out
+    assert "trial 1  failed: the loss or its gradients" in done.out
+    assert "1 complete, 1 failed" in done.out

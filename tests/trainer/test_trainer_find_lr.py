@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from etude import Callback, MultiTask, MultiTaskModel, TaskSpec, Trainer
+from etude import Callback, LossTerm, MultiTask, MultiTaskModel, Phase, TaskSpec, Trainer
 from etude.core import ConfigError, TrainingError
 from etude.multitask.heads import LinearHead
 from etude.trainer.find_lr import RateSearch
@@ -169,6 +169,46 @@ def test_several_tasks():
     assert found.suggestion is not None
     assert found.losses[0] > float(y.square().mean())  # the sum of both
     assert task.samples == {"a": 0, "b": 0}
+
+
+def two_tasks(labels_b):
+    x, y = data()
+    model = MultiTaskModel(linear(8), {name: LinearHead(1, in_features=8) for name in "ab"})
+    task = MultiTask({"a": TaskSpec("a", nn.MSELoss(), labels="a"), "b": TaskSpec("b", nn.MSELoss(), labels="b")})
+    return model, task, x, {"a": y, "b": labels_b(y)}
+
+
+def plain_loss(model, x, y, head):
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(model({"input": x}, [head])[head], y))
+
+
+def test_a_curriculum_is_tested_in_its_phase():
+    model, task, x, labels = two_tasks(lambda y: 100 * y)
+    phases = [Phase("first", 1, ["a"]), Phase("second", 2, ["a", "b"])]
+    trainer = make(model, [{"input": x, **labels}], task=task, curriculum=phases)
+    found = trainer.find_lr(1e-7, 1e-6, steps=STEPS)
+    assert found.losses[0] == pytest.approx(plain_loss(model, x, labels["a"], "a"), rel=1e-4)
+    assert task.weights == {"a": 1.0, "b": 1.0}  # as before
+
+
+def test_steps_with_different_tasks_have_one_curve():
+    """The loss of the second batch is ten thousand times that of the first, which is no divergence."""
+    model, task, x, labels = two_tasks(lambda y: 100 * y)
+    found = make(model, [{"input": x, name: labels[name]} for name in "ab"], task=task).find_lr(steps=2 * STEPS)
+    both = sum(plain_loss(model, x, labels[name], name) for name in "ab")
+    assert found.losses[:4] == pytest.approx([both] * 4, rel=1e-2)
+    assert len(found.losses) > STEPS
+    assert found.suggestion is not None
+
+
+def test_a_task_without_a_loss_to_compare():
+    def task(model, batch, *, metrics):
+        errors = (model(batch[0]) - batch[1]).square()
+        return {"error": LossTerm(errors.sum(), errors.numel())}
+
+    with pytest.raises(TrainingError, match="reports error"):
+        make(linear(), task=task).find_lr(steps=STEPS)
 
 
 def test_the_data_is_read_again_if_it_is_short():

@@ -215,6 +215,7 @@ class Profiler(Callback):
             copy_ms=trace.copy_ms,
             memory={name: one for name, one in trace.memory.items() if name in totals or name in eager},
             notes=self._notes,
+            warning=_crowded(torch.get_num_threads()),
         )
 
     def _intervals(self, run: RunInfo) -> dict[str, float]:
@@ -271,6 +272,14 @@ def _can_fuse(optimizer: torch.optim.Optimizer | None) -> bool:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _crowded(threads: int) -> str:
+    """Return a sentence if other programs keep the CPU busy; empty if not, or where the system does not tell."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= max(_cores(), threads) + 1:
+        return ""
+    return f"other programs keep the CPU busy (load {load:.1f} on {_cores()} cores): alone, steps take less time"
 
 
 def _free_memory(device: torch.device) -> float:

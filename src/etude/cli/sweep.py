@@ -143,9 +143,9 @@ def plot(
         save_pictures(study, spec, out)
         print(f"made {out}")
         return
-    console = make_console()
+    curves, console = history(study, spec), make_console()
     console.print(f"{spec.metric} of the trials, and the best so far", style="bold")
-    show_curves(console, history(study, spec), ["trial", "best so far"], "trial")
+    show_curves(console, curves, ["trial", "best so far"], "trial")
     if shares := importance(study):
         print("\n".join(["importance of settings", *bars(shares)]))
 

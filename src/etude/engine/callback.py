@@ -38,6 +38,7 @@ Epochs are counted from zero. A hook that no callback overrides costs nothing.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,13 @@ class Callback(RemembersArguments):
 
     def bind(self, parts: RunParts) -> None:
         """Take what it needs from the components of a run; raise ConfigError if it cannot work in this run."""
+
+    def trying(self, clock: Clock) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Return the context of steps that are tried and undone, as by `find_lr`: no other hook is called in them.
+
+        A callback that decides what a step trains sets it here as a run would at this time, and sets it back after it.
+        """
+        return nullcontext()
 
     def acts_in_steps(self) -> bool:
         """Return whether it needs training steps, so that it does nothing when a model is only validated."""

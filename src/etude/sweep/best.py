@@ -23,4 +23,5 @@ def best_config(folder: SweepFolder, spec: SweepSpec, study: "Study") -> str:
     config, experiment = read_config(path).data, read_config(folder.experiment_path).data
     if "training.num_threads" not in spec.space:  # the cores were shared between trials
         config["training"]["num_threads"] = experiment["training"]["num_threads"]
-    return f"# trial {trial.number} of {folder.path}: {spec.metric} {trial.value:.6g}\n{dump_yaml(config)}"
+    seeds = f", the mean of {spec.seeds} seeds" if spec.seeds > 1 else ""
+    return f"# trial {trial.number} of {folder.path}: {spec.metric} {trial.value:.6g}{seeds}\n{dump_yaml(config)}"

@@ -7,7 +7,9 @@ trials.json      the trials for readers without optuna, such as the dashboard
 trial-0007/      the run folder of a trial, or one seed-0, seed-1 … for each of its seeds
 """
 
+import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from etude.core.errors import ConfigError, RunFolderError
 from etude.core.files import FolderLock, LockHeld, write_text
 from etude.core.spelling import shorten
 from etude.monitor.jsonl import drop_torn_line
+from etude.monitor.reading import CONFIG
 from etude.sweep.spec import SPEC, SweepSpec, read_spec
 
 if TYPE_CHECKING:
@@ -63,6 +66,11 @@ class SweepFolder:
             ) from error
 
     def _check(self, spec: SweepSpec, config: str) -> None:
+        has_journal = self.journal_path.exists()
+        if self.storage is not None and has_journal:
+            raise RunFolderError(f"the trials of {self.path} are in {self.journal_path}; leave out --storage")
+        if self.storage is None and not has_journal and any(self.path.glob("trial-*")):
+            raise RunFolderError(f"the trials of {self.path} are in a database; pass the same --storage")
         before, now = self.read().identity(), spec.identity()
         if changed := [key for key in now if now[key] != before[key]]:
             raise RunFolderError(
@@ -141,6 +149,21 @@ class SweepFolder:
         except OSError:  # a folder that can only be read
             return True
         return lock is None
+
+    def check_new(self, number: int, seeds: int) -> None:
+        """Raise RunFolderError if there is a run where a new trial would be: its result would be taken for another."""
+        for run in self.runs(number, seeds):
+            if (run / CONFIG).exists():
+                raise RunFolderError(f"{run} holds a run that the study does not know; choose another --dir")
+
+    def is_full(self) -> bool:
+        """Whether the disk has no room for a small file."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path) as file:
+                file.write(bytes(2**16))
+        except OSError as error:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return False
 
     def has(self, number: int) -> bool:
         """Whether a trial was started in this folder: those of another one may share a database."""

@@ -2,35 +2,63 @@
 
 import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from pathlib import Path
-from typing import Protocol
 
 LOG = "output.txt"
 """File in a run folder with what its process printed."""
+_TORCHRUN = "torch/distributed/elastic/"
+"""A part of the first line of torchrun's report of a failure."""
+_CAUSE = re.compile(r"^Root Cause.*?^ *exitcode *: *(-?[0-9]+)", re.MULTILINE | re.DOTALL)
+"""The exit code of the process that failed first, in what torchrun prints."""
 
 
-class TrialProcess(Protocol):
-    """The process of a run; it is that of `subprocess`."""
+class TrialProcess:
+    """The process of a run, or the one that starts several; what it prints is added to a file."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._start = log, log.stat().st_size if log.exists() else 0
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs."""
+        raise NotImplementedError
 
     def terminate(self) -> None:
         """Ask it to save and stop."""
+        raise NotImplementedError
 
     def kill(self) -> None:
         """Stop it at once."""
+        raise NotImplementedError
+
+    def printed(self) -> str:
+        """Return what it has printed so far."""
+        try:
+            return self._log.read_bytes()[self._start :].decode(errors="replace")
+        except OSError:
+            return ""
 
 
 def start_server() -> None:
     """Start the process that imports torch, once; it ends with this one."""
     set_forkserver_preload(["etude.sweep.trial", "etude.cli.main"])
-    ensure_running()
+    if threading.current_thread() is not threading.main_thread():
+        ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the sweep, not for this import
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def start_run(
@@ -44,19 +72,11 @@ def start_run(
     log = run_dir / LOG
     environment = {**os.environ, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
     if nproc == 1:
-        return _Forked(experiment, list(overrides), str(run_dir), str(log), environment)
+        return _Forked(log, experiment, list(overrides), str(run_dir), str(log), environment)
     command = [sys.executable, "-m", "etude", "resume", str(run_dir)]
     if not (run_dir / "config.yaml").exists():
         command[-2:] = ["train", experiment, *overrides, "--run-dir", str(run_dir)]
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [*command, "-q", "--nproc", str(nproc)],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environment,
-            start_new_session=True,
-        )
+    return _Launched([*command, "-q", "--nproc", str(nproc)], log, environment)
 
 
 def wait_for(processes: Sequence[TrialProcess], timeout_s: float) -> None:
@@ -65,20 +85,74 @@ def wait_for(processes: Sequence[TrialProcess], timeout_s: float) -> None:
     wait(sentinels, timeout_s)
 
 
-class _Forked:
+class _Forked(TrialProcess):
     """A run as a fork of the process with torch."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, log: Path, *arguments: object) -> None:
         from etude.sweep.trial import run_trial
 
+        super().__init__(log)
         context = multiprocessing.get_context("forkserver")
         self.process = context.Process(target=run_trial, args=arguments)
         self.process.start()
-        self.terminate, self.kill = self.process.terminate, self.process.kill
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
         return self.process.exitcode
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+class _Launched(TrialProcess):
+    """A run of several processes, started by etude."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+        super().__init__(log)
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """Return the exit code of the process that failed first: torchrun's own is 1 even if one was killed."""
+        code = self.process.poll()
+        causes = [] if code in (None, 0) else _CAUSE.findall(super().printed())
+        return int(causes[-1]) if causes else code
+
+    def printed(self) -> str:
+        """Return what the processes have printed, without torchrun's report of a failure after it."""
+        lines = takewhile(lambda line: _TORCHRUN not in line, super().printed().split("\n"))
+        return "\n".join(lines)
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """Stop it with all its processes: torchrun itself cannot end them when it is killed."""
+        groups = _children(self.process.pid) if self.process.poll() is None else []
+        self.process.kill()
+        for group in groups:  # each is a session of its own
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def _children(parent: int) -> list[int]:
+    """Return the processes that a process has started; none where there is no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            after_name = path.read_text(errors="replace").rpartition(")")[2].split()
+            if int(after_name[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
 
 
 def devices_of(slot: int, nproc: int, count: int) -> str | None:

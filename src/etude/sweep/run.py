@@ -1,5 +1,6 @@
 """Running a sweep: trials are asked of optuna, trained in processes of their own, watched, and reported back."""
 
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from etude.core.errors import ConfigError, TrainingError
+from etude.core.errors import ConfigError, RunFolderError, TrainingError
 from etude.core.files import FolderLock, LockHeld
 from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
@@ -100,10 +101,13 @@ class _Sweep:
         self.failures = 0
         self.has_succeeded = False
         self.trials_file = TrialsFile(folder, spec, study, config.name)
+        self.prunes = spec.pruner is not None and spec.pruner.component.name != "none"
         self.num_devices = _num_devices(config.training.device)
 
     def run(self) -> SweepOutcome:
         """Run trials until there are no more."""
+        from optuna.exceptions import StorageInternalError
+
         from etude.engine.stopping import Interrupts
 
         said = "stopping: running trials save what they have; press Ctrl-C again to stop at once"
@@ -116,6 +120,14 @@ class _Sweep:
                         self._look(one)
                     self.trials_file.write()
                 self._stop()
+        except (OSError, StorageInternalError) as error:
+            if isinstance(error, RunFolderError | BrokenPipeError):
+                raise
+            where = "the database" if isinstance(error, StorageInternalError) else self.folder.path
+            raise RunFolderError(
+                f"cannot write {where}: {getattr(error, 'strerror', None) or error}; when that is solved, continue "
+                f"with: {self._command()}"
+            ) from error
         except KeyboardInterrupt as stop:
             stop.add_note(f"earlier checkpoints are intact; continue with: {self._command()}")
             raise
@@ -168,21 +180,21 @@ class _Sweep:
 
     def _take(self) -> "tuple[Trial, FolderLock] | None":
         """Take a trial that nobody runs any more, or a new one."""
-        from optuna import Trial
         from optuna.trial import TrialState
 
-        from etude.sweep.space import ask
+        from etude.sweep.space import ask, continued
 
         with self.folder.locked():
             trials, mine = self._trials(), {one.trial.number for one in self.running}
             for left in trials:
                 if left.state != TrialState.RUNNING or left.number in mine or not self.folder.has(left.number):
                     continue
-                if left.params.keys() >= self.spec.space.keys() and (lock := self.folder.own(left.number)):
+                if lock := self.folder.own(left.number):
                     self.say(f"trial {left.number} is continued from its last checkpoint")
-                    return Trial(self.study, left._trial_id), lock
+                    return continued(self.study, self.spec, left), lock
             if sum(trial.state != TrialState.WAITING for trial in trials) >= self.spec.num_trials:
                 return None
+            self.folder.check_new(len(trials), self.spec.seeds)
             trial = ask(self.study, self.spec)
             lock = self.folder.own(trial.number)
             assert lock is not None, "a new trial belongs to nobody"
@@ -195,6 +207,9 @@ class _Sweep:
             with FolderLock(one.run / ".lock"):
                 pass
         except LockHeld:
+            if not one.waits:
+                self.say(f"trial {one.trial.number} still runs in a process of a killed sweep; waiting for it")
+            one.waits = True
             return
         if not one.is_finished:
             devices = devices_of(one.slot, self.spec.nproc, self.num_devices)
@@ -240,7 +255,11 @@ class _Sweep:
             self.say(f"trial {one.trial.number}: its process was killed; continuing from its last checkpoint")
             self._start(one)
         else:
-            self._end(one, failed=one.last_words(code))
+            words = one.last_words(code)
+            if os.strerror(errno.ENOSPC) in words or self.folder.is_full():  # not the fault of the trial
+                self._stop()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._end(one, failed=words)
 
     def _end(self, one: RunningTrial, failed: str = "") -> None:
         from optuna.trial import TrialState
@@ -258,6 +277,9 @@ class _Sweep:
         self._release(one)
         self.trials_file.write(ended=True)
         self.say(line_of(ended, self.study, self.spec))
+        if self.prunes and state == TrialState.COMPLETE and len(ended.intermediate_values) == 1:
+            self.prunes = False
+            self.say(f"pruner: a run has one value of {self.spec.metric}, at its end, so no trial can be pruned")
         self.failures += bool(failed)
         self.has_succeeded |= not failed
         if self.failures >= MAX_FAILURES and not self.has_succeeded:

@@ -4,7 +4,8 @@ import importlib.util
 import itertools
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from optuna import Study, Trial
@@ -16,7 +17,7 @@ from optuna.distributions import (
 )
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from etude.config import Selection, build_selection, lookup
 from etude.core.errors import ConfigError
@@ -49,17 +50,32 @@ def ask(study: Study, spec: SweepSpec) -> Trial:
     processes do not repeat each other's choices.
     """
     trials = study.get_trials(deepcopy=False)
-    seed = random.Random(f"{spec.seed}/{len(trials)}").getrandbits(32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of experimental arguments, and of steps that do not end at `high`
-        study.sampler = _built(spec.sampler, "sampler", "grid" if spec.is_grid else "tpe", seed=seed)
+    with _sampling(study, spec, len(trials)):
         if spec.is_grid and not any(trial.state == TrialState.WAITING for trial in trials):
             labels = [labels_of(values) for values in spec.space.values() if isinstance(values, list)]
             point = next(itertools.islice(itertools.product(*labels), len(trials), None))
             study.enqueue_trial(dict(zip(spec.space, point, strict=True)))
-        space = {key: distribution(values) for key, values in spec.space.items()}
+        return study.ask({key: distribution(values) for key, values in spec.space.items()})
+
+
+def continued(study: Study, spec: SweepSpec, left: FrozenTrial) -> Trial:
+    """Return a trial of another process, with all its values: that process may have been killed while it chose them."""
+    trial = Trial(study, left._trial_id)
+    with _sampling(study, spec, left.number):
+        for key in spec.space.keys() - left.params.keys():
+            trial._suggest(key, distribution(spec.space[key]))
+    return trial
+
+
+@contextmanager
+def _sampling(study: Study, spec: SweepSpec, number: int) -> Iterator[None]:
+    """Give a study the sampler of the trial with this number; what it cannot do becomes a ConfigError."""
+    seed = random.Random(f"{spec.seed}/{number}").getrandbits(32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of experimental arguments, and of steps that do not end at `high`
+        study.sampler = _built(spec.sampler, "sampler", "grid" if spec.is_grid else "tpe", seed=seed)
         try:
-            return study.ask(space)
+            yield
         except (ValueError, TypeError, ArithmeticError, ImportError) as error:  # arguments that it did not check
             raise ConfigError(f"sampler: optuna cannot choose a trial: {type(error).__name__}: {error}") from error
 

@@ -63,7 +63,8 @@ def _row(folder: SweepFolder, trial: FrozenTrial, spec: SweepSpec) -> Row:
     names = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
     state = names.get(trial.state, "waiting")
     duration = None if trial.duration is None else trial.duration.total_seconds()
-    row = Row(trial.number, state, trial.value, None, duration, trial.params, trial.user_attrs.get("error", ""))
+    message = trial.user_attrs.get("error", "") if trial.state == TrialState.FAIL else ""
+    row = Row(trial.number, state, trial.value, None, duration, trial.params, message)
     if trial.state == TrialState.RUNNING:
         row.state = "running" if folder.is_owned(trial.number) or not folder.has(trial.number) else "stopped"
         shares = [_progress(run) for run in folder.runs(trial.number, spec.seeds)]

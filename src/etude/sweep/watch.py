@@ -8,7 +8,7 @@ from etude.core.errors import ConfigError
 from etude.core.files import FolderLock
 from etude.core.spelling import printable, suggest
 from etude.monitor.reading import METRICS, RESULT, Follower, read_json
-from etude.sweep.launch import LOG, TrialProcess
+from etude.sweep.launch import TrialProcess
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -69,6 +69,8 @@ class RunningTrial:
         self.is_pruned = False
         self.kills = 0
         """How often its process was killed."""
+        self.waits = False
+        """Whether a process of another sweep still writes to its folder."""
         self.reader = MetricReader(runs[0], metric)
         self._reported = dict(trial.study.trials[trial.number].intermediate_values)
 
@@ -120,10 +122,7 @@ class RunningTrial:
 
     def last_words(self, code: int) -> str:
         """Return the last line that the process of a failed run printed."""
-        try:
-            lines = (self.run / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
-        except OSError:
-            lines = []
+        lines = [] if self.process is None else self.process.printed().split("\n")
         words = next((line for line in reversed(lines) if line.strip()), "")
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return printable(words.removeprefix("etude: "), 500) if code > 0 and words else ended

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from etude.core import Batch, ConfigError, Loader, StepReport, TrainingError
+from etude.core import Batch, ConfigError, Loader, StepReport, Task, TrainingError
 from etude.core.arguments import as_whole
 from etude.engine.state import TrainState
 from etude.engine.step import GradientAccumulator, Step
@@ -91,26 +91,23 @@ def range_test(
     groups, base = step.updater.optimizer.param_groups, base_rate(step)
     ratios = [_base(group) / base for group in groups]
     rates = [min_lr * (max_lr / min_lr) ** (place / (steps - 1)) for place in range(steps)]
-    losses: list[float] = []
-    smooth: list[float] = []
+    curve = _Curve(step.task)
     diverged = False
     with trial(state, step) as run:
         for rate, batches in zip(rates, _batches(loader, accumulator, state), strict=False):
             for group, ratio in zip(groups, ratios, strict=True):
                 _set_rate(group, rate * ratio)
-            losses.append(_loss_of(step, StepLog(state.world), run(batches)))
-            if not math.isfinite(losses[-1]):
-                losses.pop()
-                diverged = True
+            means = _means_of(StepLog(state.world), run(batches))
+            if diverged := means is None:
                 break
-            _smooth(losses, smooth)
-            if diverged := _has_diverged(smooth):
+            curve.add(means)
+            if diverged := _has_diverged(curve.smooth):
                 break
-    if not losses:
+    if not (losses := curve.losses):
         raise TrainingError(
             f"the loss is not finite in the first step, at a rate of {min_lr:g}: look for NaN in the data or the model"
         )
-    return RateSearch(rates[: len(losses)], losses, smooth, base, diverged)
+    return RateSearch(rates[: len(losses)], losses, curve.smooth, base, diverged)
 
 
 def base_rate(step: Step) -> float:
@@ -146,23 +143,58 @@ def _batches(loader: Loader, accumulator: GradientAccumulator, state: TrainState
         epoch, position = epoch + 1, 0
 
 
-def _loss_of(step: Step, log: StepLog, report: StepReport) -> float:
-    """Return the loss of a step over all ranks: that of the run, or the sum of those of its tasks."""
+def _means_of(log: StepLog, report: StepReport) -> dict[str, float] | None:
+    """Return the averages of a step over all ranks, of terms that it had; None if its loss is not finite."""
     log.add(report)
     log.flush()  # an intended synchronisation
     if log.window.bad_losses:
-        return math.nan
-    means = log.window.means()
-    found = step.task.summary(means)
-    if "loss" in found:
-        return float(found["loss"])
-    return sum(value for name, value in means.items() if name.endswith("loss") and not math.isnan(value))
+        return None
+    return {name: value for name, value in log.window.means().items() if not math.isnan(value)}
 
 
-def _smooth(losses: list[float], smooth: list[float]) -> None:
-    """Append the average of the losses so far, with weights that decay exponentially and sum to 1."""
-    weights = _MEMORY ** np.arange(len(losses))[::-1]
-    smooth.append(float(weights @ np.array(losses) / weights.sum()))
+class _Curve:
+    """The loss of a test by step. Steps may have different tasks: each counts with its value in its last step.
+
+    Before the first step of a task, where the rate is still tiny, its first value is taken.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._seen: list[dict[str, float]] = []
+        self._last: dict[str, float] = {}
+        self.losses: list[float] = []
+        self.smooth: list[float] = []
+
+    def add(self, means: dict[str, float]) -> None:
+        """Add a step; raise TrainingError if it has no loss."""
+        self._seen.append(means)
+        if means.keys() <= self._last.keys():
+            self._append(means)
+            return
+        self._last, self.losses, self.smooth = {}, [], []
+        for one in reversed(self._seen):  # the first value of each name remains
+            self._last |= one
+        for one in self._seen:
+            self._append(one)
+
+    def _append(self, means: dict[str, float]) -> None:
+        self._last |= means
+        self.losses.append(self._loss())
+        # the average so far, with weights that decay exponentially and sum to 1
+        weights = _MEMORY ** np.arange(len(self.losses))[::-1]
+        self.smooth.append(float(weights @ np.array(self.losses) / weights.sum()))
+
+    def _loss(self) -> float:
+        """Return the loss of the run, or the sum of those of its tasks."""
+        found = self._task.summary(self._last)
+        if "loss" in found:
+            return float(found["loss"])
+        if not (losses := [value for name, value in self._last.items() if name.endswith("loss")]):
+            raise TrainingError(
+                f"there is no loss to compare rates by: the task reports {', '.join(self._last) or 'nothing'}; name "
+                "one of its terms 'loss'"
+            )
+        return sum(losses)
 
 
 def _has_diverged(smooth: list[float]) -> bool:

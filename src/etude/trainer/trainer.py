@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,8 @@ class Trainer:
         """Test learning rates: train `steps` steps with a rate that rises exponentially, and undo them.
 
         The run is as before afterwards, bit for bit. The result has the curve and `suggestion`, the rate to train with.
-        Callbacks are not called. Raises ConfigError without training data, or if it can be read only once.
+        Callbacks are not called, but a curriculum sets the tasks of its current phase. Raises ConfigError without
+        training data, or if it can be read only once.
         """
         if self._is_training:
             raise TrainingError("find_lr() was called inside train(), by a callback; call it before")
@@ -288,7 +290,9 @@ class Trainer:
         if self.machine.layout.sizes.divides_model:
             raise ConfigError("find_lr does not support a model that processes divide; use parallel: ddp for it")
         parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
-        with self.machine.training():
+        with self.machine.training(), ExitStack() as stack:
+            for one in self.callbacks:
+                stack.enter_context(one.trying(self.state.clock))
             return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)
 
     def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:

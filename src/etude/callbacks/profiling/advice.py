@@ -54,15 +54,16 @@ def advise(profile: Profile, facts: Facts) -> list[Advice]:
 
 def _data(profile: Profile, facts: Facts) -> Advice | None:
     wait, share = profile.parts.get("data", 0.0), profile.share("data")
-    is_full = not facts.is_cuda and profile.busy_cores > 0.9 * facts.cores  # nobody is left to make batches
-    if share < WAIT or is_full:
+    # on the CPU, batches and steps share the cores: a step takes at least its work on all of them
+    least = 0.0 if facts.is_cuda else profile.step_ms * min(profile.busy_cores / facts.cores, 1.0)
+    if share < WAIT or profile.step_ms - least < KERNELS * profile.step_ms:
         return None
     work = max(profile.step_ms - wait, 1e-9)
     why = f"data wait is {share:.0%} of a step"
     if facts.source == "memory":
         if facts.prefetch:
             return None
-        return Advice(why, "training.prefetch=2", min(wait, work) / profile.step_ms)
+        return Advice(why, "training.prefetch=2", (profile.step_ms - max(work, wait, least)) / profile.step_ms)
     # so many that batches come as fast as steps: what is made beside the steps takes `now` times as long as a step
     now = max(facts.num_workers, 1)
     makes = wait if facts.num_workers == facts.prefetch == 0 else now * profile.step_ms
@@ -71,7 +72,7 @@ def _data(profile: Profile, facts: Facts) -> Advice | None:
         return None
     setting = f"num_workers={workers}"
     change = f"training.{setting}" if facts.source == "dataset" else f"{setting} of the DataLoader"
-    return Advice(why, change, (profile.step_ms - max(work, makes / workers)) / profile.step_ms)
+    return Advice(why, change, (profile.step_ms - max(work, makes / workers, least)) / profile.step_ms)
 
 
 def _transfer(profile: Profile, facts: Facts) -> Advice | None:

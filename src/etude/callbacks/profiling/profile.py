@@ -66,6 +66,8 @@ class Profile:
     notes: list[str] = field(default_factory=list)
     """What was said about how steps are run."""
     advice: list[Advice] = field(default_factory=list)
+    warning: str = ""
+    """Why the times may be wrong; empty if nothing is known."""
 
     @property
     def step_ms(self) -> float:
@@ -99,6 +101,7 @@ class Profile:
             calls = {f"{one.name} ({one.calls:.4g} calls)": one.ms for one in self.operators}
             lines += _table("operator", calls, self.matrix_ms + self.other_ms)
         lines += ["", *self._memory_lines(), *self._advice_lines()]
+        lines += [self.warning] if self.warning else []
         return "\n".join(lines)
 
     def _labelled(self, parts: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from etude.callbacks.lr_schedule import LRSchedule
@@ -75,6 +76,23 @@ class CurriculumCallback(Callback):
     def acts_in_steps(self) -> bool:
         """True: it changes what a step trains."""
         return True
+
+    @contextmanager
+    def trying(self, clock: Clock) -> Iterator[None]:
+        """Activate the tasks of the phase at this time, then all tasks again; a loaded run is in its phase already."""
+        if self.state:
+            yield
+            return
+        at = clock.epoch + 1, clock.step
+        begun = self.curriculum.advance((), *at)
+        self._switch(self.curriculum.current_phase(*at, begun), self.curriculum.loss_weights(*at, begun))
+        try:
+            yield
+        finally:
+            self.task.activate({name: spec.weight for name, spec in self.task.tasks.items()})
+            for loader in (self._loader, self._val_loader):
+                if loader is not None:
+                    loader.choose(only=self.task.streams())
 
     # --- hooks
 
