@@ -15,6 +15,7 @@ BENCHMARKS = {
     "overhead": (),
     "resume": (),
     "saving": (),
+    "parallel": (),
     "startup": (),
     "loader": ("--rounds=1", "--samples=2000"),
     "token_loader": (),
