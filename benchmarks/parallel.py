@@ -153,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "What Etude adds to a step of several processes",
         COLUMNS,
         f"{PROCESSES} processes, gloo, CPU, 1 thread each; median of {rounds} rounds in which both take turns, "
-        f"{steps - WARM_UP} steps each. By hand: DistributedDataParallel or fully_shard, mean loss, clip_grad_norm_, fused "
-        "AdamW.",
+        f"{steps - WARM_UP} steps each. By hand: DistributedDataParallel or fully_shard, mean loss, "
+        "clip_grad_norm_, fused AdamW.",
     )
     table.rows.extend(rows)
     publish("parallel", [table], options)

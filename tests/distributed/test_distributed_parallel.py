@@ -16,7 +16,14 @@ TENSOR = {"parallel": {"tensor": 2}}
 MODEL = {"name": "transformer_lm", "vocab_size": 19, "d_model": 16, "n_layers": 2, "n_heads": 2, "dropout": 0.0}
 TRANSFORMER = {"data": {"name": "toy_text", "samples": 41}, "model": {**MODEL, "max_len": 12}}
 FUSED = {"loss": {"name": "language_modeling", "fused_head": True}}
-UNSUPPORTED = {"lookahead of sam", "gradient monitor", "dataset with workers", "fused head, unused parameters"}
+UNSUPPORTED = {
+    "lookahead of sam",
+    "sam of schedule-free",
+    "muon",
+    "gradient monitor",
+    "dataset with workers",
+    "fused head, unused parameters",
+}
 
 
 def check(runs, sizes, training, sections, layout, tolerance):

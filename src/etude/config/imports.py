@@ -78,7 +78,7 @@ def _shown(folders: Sequence[Path]) -> str:
 
 
 def _is_imported(file: Path) -> bool:
-    return any(vars(module).get("__file__") == str(file) for module in list(sys.modules.values()))
+    return any(vars(module).get("__file__") == str(file) for module in list(sys.modules.values()) if module)
 
 
 def _import_name(module: str, folders: Sequence[Path]) -> None:

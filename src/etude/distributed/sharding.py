@@ -62,13 +62,14 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
         "ignored_params": set(unsharded),
     }
+    root = type(model).__name__
     for name in _blocks(model, settings.blocks):
         fully_shard(model.get_submodule(name), reshard_after_forward=settings.reshard_after_forward, **options)
     fully_shard(model, **options)
     if callable(getattr(model, "generate", None)):  # it runs layers without calling the model
         register_fsdp_forward_method(model, "generate")
-    # A block of ours returns a view, which nothing changes in place.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPTransformerBlock\) returned a view")
+    for kind in (root, "TransformerBlock"):  # nothing of ours changes in place what they return
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP{kind}\) returned a view")
 
 
 def _blocks(model: nn.Module, pattern: str | None) -> list[str]:

@@ -48,13 +48,20 @@ def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
             f"parallel.tensor is {size}, but {type(model).__name__} has no tensor plan; give one in "
             "parallel.tensor_plan, such as {'layers.*.up': colwise, 'layers.*.down': rowwise}, or use parallel.shard"
         )
-    plan = {str(pattern): _HUGGING_FACE.get(style, str(style)) for pattern, style in found.items()}
+    plan = {_own_pattern(model, str(key)): _HUGGING_FACE.get(one, str(one)) for key, one in found.items()}
     if unknown := sorted({style for style in plan.values() if style not in STYLES}):
         raise ConfigError(
             f"the tensor plan of {type(model).__name__} has the styles {', '.join(unknown)}, which are not "
             f"supported ({', '.join(STYLES)} are); use parallel.shard instead"
         )
     return plan
+
+
+def _own_pattern(model: nn.Module, pattern: str) -> str:
+    """Return a pattern of names in this model: some versions give those of the model inside it."""
+    if any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+        return pattern
+    return f"{getattr(model, 'base_model_prefix', '')}.{pattern}"
 
 
 def _is_layer(module: nn.Module) -> bool:

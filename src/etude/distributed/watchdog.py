@@ -37,6 +37,7 @@ from etude.core.errors import TrainingError
 from etude.core.run_layout import STACKS
 from etude.distributed.stacks import place_of, stacks_of_all
 from etude.distributed.world import World, progress_made
+from etude.launched import is_launched
 
 T = TypeVar("T")
 logger = logging.getLogger("etude")
@@ -285,7 +286,7 @@ class Watchdog:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        os._exit(error.exit_code)
+        os._exit(1 if is_launched() else error.exit_code)  # a launcher of ours restarts what ends with 1
 
     def _wait_for_others(self, key: str, count: int) -> None:
         deadline = time.monotonic() + _END_S + self._reply_s

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from etude.core import ConfigError
+from etude.distributed.settings import ParallelConfig
 from etude.experiment import ExperimentConfig
 
 SECTIONS = (
@@ -16,6 +17,7 @@ SECTIONS = (
     "optimizer",
     "scheduler",
     "training",
+    "parallel",
     "callbacks",
 )
 WRITTEN = frozenset(
@@ -84,6 +86,8 @@ def check_config(config: ExperimentConfig) -> None:
     for key, value in config.sections.items():
         if key not in SECTIONS and value not in (None, [], {}):
             raise refuse(config, key, "plain PyTorch has nothing for it; remove it")
+    if config.sections["parallel"] != ParallelConfig():
+        raise refuse(config, "parallel", "the file trains with one process; remove it")
     _check_components(config)
     training = config.sections["training"]
     for key in training.changed(type(training).model_fields):

@@ -37,7 +37,7 @@ class Data:
     world: World
     place: str
     """Location of the data section, for messages."""
-    share: tuple[int, int]
+    share: tuple[int, int] = (0, 1)
     """Which part of every batch this process gets, of how many."""
     features: tuple[Feature, ...] = ()
     """Streams required by the config, and streams of the data."""
