@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(os.environ["BENCH_OUT"]).write_text(json.dumps(rows))
         return
     options = read_options(__doc__ or "", argv)
-    steps, rounds = (15, 1) if options.quick else (110, 9)
+    steps, rounds = (15, 1) if options.quick else (60, 7)
     progress(f"{PROCESSES} processes")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
