@@ -74,8 +74,9 @@ LAYOUTS = {
 SETTINGS = {
     "plain": ({}, {}),
     "accumulated": ({"grad_accum_steps": 2}, {}),
+    # weights that were gathered for a validation are not those to train on, and no save frees them
+    "averaged": ({"ema": 0.9, "validate_every_steps": 2, "checkpoint_interval": 0}, {}),
     "recomputed": ({"activation_checkpointing": True}, {}),
-    "averaged": ({"ema": 0.9}, {}),
     "in parts": ({"micro_batch_size": 4}, {}),
     "clipped elements": ({"gradient_clip_norm": None, "gradient_clip_value": 0.01}, {}),
     "fused head": ({"grad_accum_steps": 2}, FUSED),

@@ -26,6 +26,12 @@ class Layout:
     """torch's DeviceMesh, if a process holds only a part of the model."""
     settings: ParallelConfig = field(default_factory=ParallelConfig)
 
+    def warning(self) -> str | None:
+        """Return what the user may not intend, or None."""
+        if self.settings.shard == "all" and not self.sizes.divides_model:
+            return "parallel.shard is all, but the model is not divided: start several processes, with --nproc"
+        return None
+
     @property
     def shard_mesh(self) -> Any:
         """The mesh over which FSDP2 shards and replicates; None if there is only one process on it."""

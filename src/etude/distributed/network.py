@@ -74,7 +74,7 @@ def wait_for_endpoint(endpoint: str, timeout_s: float = JOIN_TIMEOUT_S) -> None:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with this IPv4 address; empty if it cannot be told."""
+    """Return the network interface with this IPv4 address; empty if it is unknown."""
     if sys.platform != "linux":
         return ""
     import fcntl

@@ -24,7 +24,7 @@ class RankLog(logging.Handler):
         super().__init__(logging.WARNING)
         self._world = world
         self._said: set[str] = set()
-        """What rank 0 has logged, or has been told."""
+        """What rank 0 has logged or received."""
         self._held: list[str] = []
 
     def attach(self) -> None:

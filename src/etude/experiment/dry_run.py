@@ -43,7 +43,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(slots=True)
 class DryRun:
-    """What a run needs. Sizes are bytes of one process; None where they cannot be told."""
+    """What a run needs. Sizes are bytes of one process; None where they are unknown."""
 
     name: str
     world: int

@@ -397,7 +397,7 @@ class Trainer:
     def _warnings(self) -> list[str]:
         """Return what the user may not intend, on the process that prints."""
         judge = self.output.judge.best
-        found = [odd_mode(judge.name, judge.mode)]
+        found = [odd_mode(judge.name, judge.mode), self.machine.layout.warning()]
         if self.val_task is not self.task and self.loaders.validation is None:
             found.append("there is no validation data, so only `evaluate` uses the validation loss (val_loss)")
         return [one for one in found if one is not None and self.machine.world.is_main]
