@@ -50,6 +50,23 @@ def test_groups_with_and_without_a_name_follow_the_schedule():
     assert rates[0] > rates[-1]
 
 
+def test_groups_of_one_name_do_not_hide_each_other():
+    def optimizer(model):
+        groups = [
+            {"params": [one], "name": "all", "lr": rate} for one, rate in [(model.weight, 0.2), (model.bias, 0.1)]
+        ]
+        return torch.optim.SGD([*groups, {"params": [torch.zeros(1)], "name": "all", "lr": 0.1}], lr=0.3)
+
+    (*_, last) = records(LearningRateMonitor(), optimizer)
+    assert [last[name] for name in ("lr/all", "lr/all.1", "lr/all.2")] == [0.2, 0.1, 0.1]
+    (*_, last) = records(Callback(), optimizer)
+    assert {name: value for name, value in last.items() if name.startswith("lr")} == {
+        "lr": 0.2,
+        "lr/all.1": 0.1,
+        "lr/all.2": 0.1,
+    }
+
+
 def test_what_is_not_wanted_or_not_there_is_not_logged():
     optimizer = lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1)
     (*_, last) = records(LearningRateMonitor(log_weight_decay=False), optimizer)
@@ -101,3 +118,20 @@ def test_a_gpu_in_the_units_of_the_names(monkeypatch):
     callback.on_train_begin(run_info("cuda"))
     numbers = callback.numbers()
     assert (numbers["gpu/utilization"], numbers["gpu/temperature_c"], numbers["gpu/power_w"]) == (0.5, 61.0, 400.0)
+
+
+def test_a_sensor_that_is_lost_does_not_end_the_run(monkeypatch, caplog):
+    readings = iter([400_000, 300_000])
+
+    def power(device):
+        if (value := next(readings, None)) is None:
+            raise RuntimeError("GPU is lost")
+        return value
+
+    monkeypatch.setattr(device_stats, "NVML", {"gpu/power_w": (power, 1e-3)})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 0)
+    callback = DeviceStats()
+    callback.on_train_begin(run_info("cuda"))
+    assert [callback.numbers().get("gpu/power_w") for _ in range(3)] == [300.0, None, None]
+    assert caplog.text.count("no gpu/power_w from now on: GPU is lost") == 1

@@ -11,7 +11,8 @@ from torch import nn
 from etude import DataLoader, Trainer
 from etude.callbacks import Callback, NaNDebugger
 from etude.checkpoint import unpack
-from etude.core import ConfigError
+from etude.core import ConfigError, TrainingError
+from etude.optim import SAM, SGD
 
 MARK = 7.0
 """The value of an input that makes a layer fail."""
@@ -251,3 +252,28 @@ def test_it_speaks_before_an_error_ends_the_run(monkeypatch):
 def test_no_report_is_a_mistake():
     with pytest.raises(ConfigError, match="reports"):
         NaNDebugger(0)
+
+
+class Fragile(nn.Linear):
+    """Fails while its weights are far from where they began."""
+
+    def forward(self, x):
+        return super().forward(x) / (self.weight.abs().max() < 10.0)
+
+
+def test_a_fault_at_the_weights_that_sam_has_moved_is_named():
+    torch.manual_seed(0)
+    listener = Listen()
+    trainer = Trainer(
+        Fragile(4, 3),
+        data(),
+        config={"epochs": 1, "batch_size": 8, "device": "cpu"},
+        optimizer=lambda params: SAM(SGD(params, lr=0.1), rho=100.0),
+        callbacks=[NaNDebugger(reports=1), listener],
+        progress=False,
+    )
+    with pytest.raises(TrainingError, match="not finite"):
+        trainer.train()
+    (message,) = listener.messages
+    assert "second one" in message
+    assert "lower rho" in message

@@ -171,8 +171,8 @@ def test_a_recorded_step_that_does_something_else_is_found_and_undone():
     usual.capture = None
     record = capture.recorder.record
 
-    def wrong(function):
-        result, replay = record(function)
+    def wrong(function, random):
+        result, replay = record(function, random)
 
         def replay_wrongly():
             replay()
@@ -197,7 +197,7 @@ def test_ctrl_c_while_recording_leaves_the_device_in_order_and_is_not_swallowed(
     step, capture, notices = make()
     record = capture.recorder.record
 
-    def interrupted(function):
+    def interrupted(function, random):
         def run():
             function()
             torch.rand(3)  # as dropout on a device would
@@ -207,7 +207,7 @@ def test_ctrl_c_while_recording_leaves_the_device_in_order_and_is_not_swallowed(
                 ends(error)
                 raise
 
-        return record(run)
+        return record(run, random)
 
     capture.recorder.record = interrupted
     *data, last = batches(WARM_UP_STEPS)

@@ -1,6 +1,7 @@
 """Steps with a second gradient: equal to a hand-written SAM, exact under accumulation, once in everything else."""
 
 import copy
+import shutil
 import warnings
 
 import pytest
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from captured_steps import batches as other_batches
 from torch import nn
 
-from etude import Callback
-from etude.core import ConfigError, LossTerm, Task, TrainingError
+from etude import Callback, Trainer
+from etude.core import ConfigError, LossTerm, Task
 from etude.engine.capture import Capture
 from etude.engine.objective import Objective
 from etude.engine.precision import LossScaler, MixedPrecision
@@ -271,20 +272,6 @@ def test_recorded_steps_are_those_that_run_eagerly(optimizer):
         assert torch.equal(one, other), name
 
 
-def test_a_second_pass_that_repeats_random_numbers_is_not_captured_and_says_why():
-    step, notices = captured_step(WRAPPED["sam"], nn.Dropout(0.3))
-    for batch in other_batches(5):
-        step([batch])
-    assert step.capture.recorder.recorded == 0
-    (notice,) = notices
-    assert "dropout" in notice
-    step, _ = captured_step(WRAPPED["sam"], nn.Dropout(0.3), needed=True)
-    first, second = other_batches(2)
-    step([first])  # it shows that numbers are drawn
-    with pytest.raises(TrainingError, match="dropout"):
-        step([second])
-
-
 def test_an_objective_for_one_pass_only_is_refused():
     class Once(Counted):
         def objective(self, parts):
@@ -307,3 +294,43 @@ def test_no_value_is_read_outside_the_cpu():
         optimizer.optimizer.perturb()
         optimizer.optimizer.restore()
         optimizer.step()
+
+
+class Stopped(Exception):
+    """Ends a run as a kill does: nothing is saved."""
+
+
+class Interrupted(nn.Module):
+    def __init__(self, call=None):
+        super().__init__()
+        self.layers, self.call, self.calls = net(torch.float32, nn.BatchNorm1d(8), nn.Dropout(0.3)), call, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == self.call:
+            raise Stopped
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("call", [18, 19, 21, 24])  # of 8 per step: both passes of its third one
+@pytest.mark.parametrize("wraps_sam", [False, True])
+def test_a_run_that_ends_inside_a_pass_continues_with_the_same_bytes(tmp_path, call, wraps_sam):
+    def run(model, *, resume=False):
+        def make(params):
+            inner = SAM(AdamW(params, lr=1e-2))
+            return Lookahead(inner, k=2) if wraps_sam else inner
+
+        config = {"epochs": 1, "batch_size": 4, "grad_accum_steps": 4, "save_every_steps": 1, "device": "cpu"}
+        x, y = (torch.cat(one) for one in zip(*batches(8, dtype=torch.float32), strict=True))
+        trainer = Trainer(model, (x, y), config=config, optimizer=make, output_dir=tmp_path / "run", progress=False)
+        if resume:
+            trainer.load_checkpoint(tmp_path / "run")
+        trainer.train()
+        return trainer.model.state_dict()
+
+    with pytest.raises(Stopped):
+        run(Interrupted(call))
+    again = run(Interrupted(), resume=True)
+    shutil.rmtree(tmp_path / "run")
+    for name, value in run(Interrupted()).items():
+        assert value.equal(again[name]), name

@@ -107,3 +107,46 @@ def test_muon_keeps_its_state_on_the_device():
     states = optimizer.state.values()
     tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     assert all(tensor.is_cuda for tensor in tensors)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("clip_value", [None, 0.1])
+@pytest.mark.parametrize("name", ["lion", "adafactor", "schedule_free_adamw", "muon", "adamw"])
+def test_a_step_that_may_be_skipped_copies_one_piece_at_a_time(name, clip_value, monkeypatch):
+    """An update of 512 MiB of weights in pieces of 16 MiB; the copies of all weights and states took 1 GiB and more."""
+    from etude.config import build_component
+    from etude.optim import device, muon
+    from etude.optim.groups import named_params
+
+    monkeypatch.setattr(device, "PIECE_BYTES", 16 * MIB)
+    monkeypatch.setattr(muon, "LARGEST_STACK", 4 * MIB)
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(128)]).cuda()
+    optimizer = build_component("optimizer", name, provided={"params": named_params(model)})
+    updater = Updater(optimizer, clip_value=clip_value)
+    updater.send_rates()
+    for step, is_bad in enumerate([False, False, True, False]):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, float("nan") if is_bad else 1e-3)
+        before = [param.detach().sum() for param in model.parameters()] if is_bad else []
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _, skipped = updater.apply(1.0)
+        extra = torch.cuda.max_memory_allocated() - start
+        assert bool(skipped) == is_bad
+        if step > 0:
+            assert extra < 256 * MIB
+        if is_bad:
+            assert torch.stack(before).equal(torch.stack([param.detach().sum() for param in model.parameters()]))
+
+
+@pytest.mark.parametrize("name", ["lion", "adafactor", "schedule_free_adamw", "muon"])
+def test_captured_steps_in_pieces_have_the_bytes_of_whole_ones(name, monkeypatch):
+    from etude.optim import device
+
+    whole = train("on", name, tensors=data(bad=333))
+    monkeypatch.setattr(device, "PIECE_BYTES", 64 * 64 * 4)
+    mine = train("on", name, tensors=data(bad=333))
+    assert captured(mine)
+    assert_same(mine, whole)

@@ -9,7 +9,7 @@ from torch import nn
 
 from etude import Trainer
 from etude.config import build_component
-from etude.core import ConfigError
+from etude.core import CheckpointError, ConfigError
 from etude.experiment.check import check_experiment
 from etude.experiment.config import experiment_schema, load_config
 
@@ -26,6 +26,38 @@ class Plain(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param -= group["lr"] * param.grad.sign() * param.grad.abs() ** group["power"]
+"""
+NESTED = """
+import pickle
+import torch
+
+class Nested(torch.optim.Optimizer):
+    \"\"\"Keeps what heavyball keeps: nested state, sets, a counter in the group, and a pickle in its state_dict.\"\"\"
+
+    def __init__(self, params, lr: float = 0.05, choice: callable = None, factor: float = 0.5):
+        super().__init__(params, {"lr": lr, "count": torch.zeros((), dtype=torch.int64)})
+        self.factor = factor
+        self.register_state_dict_post_hook(self._store)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _store(self, state):
+        state["nested"] = {"schedule": pickle.dumps(self.factor)}
+
+    @staticmethod
+    def _load(self, state):
+        self.factor = pickle.loads(state["nested"]["schedule"])
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                state = self.state[param].setdefault(0, {"seen": set(), "averages": [torch.zeros(param.shape)]})
+                state["seen"].add(int(group["count"]))
+                (average,) = state["averages"]
+                average.lerp_(param.grad.float(), self.factor / len(state["seen"]))
+                param -= group["lr"] * average.to(param.dtype)
 """
 CONFIG = """
 imports: [{imports}]
@@ -133,3 +165,53 @@ def test_a_config_runs_only_the_code_that_it_imports(tmp_path):
 def test_editors_accept_paths():
     known = experiment_schema()["$defs"]["section.optimizer"]["then"]
     assert known["anyOf"][1] == {"pattern": r"\."}
+
+
+@pytest.fixture
+def nested(monkeypatch):
+    module = types.ModuleType("nested_optimizers")
+    exec(NESTED, vars(module))
+    monkeypatch.setitem(sys.modules, "nested_optimizers", module)
+
+
+def with_nested(folder=None, *, resume=False, dtype=torch.float32, bad=(), **config):
+    x = X.clone()
+    x[list(bad)] = float("nan")
+    section = {"name": "nested_optimizers.Nested", **config.pop("optimizer", {})}
+    settings = {"epochs": 3, "batch_size": 2, "grad_accum_steps": 2, "gradient_clip_norm": 0.05, "device": "cpu"}
+    made = Trainer(
+        model().to(dtype),
+        (x.to(dtype), Y),
+        config={**settings, **config},
+        optimizer=section,
+        output_dir=folder,
+        progress=False,
+    )
+    if resume:
+        made.load_checkpoint(folder)
+    made.train()
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [(), (9,)])
+def test_a_class_with_nested_state_sets_and_bytes_is_resumed_with_the_same_bytes(nested, tmp_path, dtype, bad):
+    whole = with_nested(dtype=dtype, bad=bad)
+    with_nested(tmp_path, dtype=dtype, bad=bad, max_steps=6)
+    again = with_nested(tmp_path, resume=True, dtype=dtype, bad=bad)
+    for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    states = [[*made.optimizer.state.values()] for made in (again, whole)]
+    for one, other in zip(*states, strict=True):
+        assert one[0]["seen"] == other[0]["seen"]
+        assert one[0]["averages"][0].dtype == torch.float32
+        assert torch.equal(one[0]["averages"][0], other[0]["averages"][0])
+    assert max(states[1][0][0]["seen"]) == (9 if bad else 12)  # a skipped step is not counted
+
+
+def test_bytes_of_an_optimizer_are_not_saved_and_must_be_those_of_the_saved_run(nested, tmp_path):
+    with_nested(tmp_path, max_steps=3)
+    assert b"pickle" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*.json"))
+    with pytest.raises(CheckpointError, match=r"optimizer\.other\.nested\.schedule") as found:
+        with_nested(tmp_path, resume=True, optimizer={"factor": 0.25})
+    assert len(str(found.value).splitlines()) == 1

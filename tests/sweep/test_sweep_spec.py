@@ -1,16 +1,21 @@
 """Sweep files and words of the command line: what they mean, and one line for every mistake."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 from hypothesis import given, strategies as st
+from optuna.distributions import FloatDistribution, IntDistribution
 
 from etude.config.overrides import parse_override
+from etude.core import ConfigError
+from etude.sweep.check import check_sweep
 from etude.sweep.launch import devices_of
-from etude.sweep.space import distribution, labels_of, values_of
-from etude.sweep.spec import Range, SweepSpec, override, read_spec
+from etude.sweep.space import ask, distribution, labels_of, pruner_of, values_of
+from etude.sweep.spec import Range, SweepSpec, override, read_document, read_spec, validated
 
 SWEEP = "experiment: points.yaml\nspace:\n  optimizer.lr: {low: 1e-4, high: 1e-1, log: true}\ntrials: 3\n"
 
@@ -43,6 +48,63 @@ def test_words_replace_keys_of_the_file(points):
     Path("sweep.yaml").write_text(SWEEP)
     spec = read_spec("sweep.yaml", ["optimizer.lr=0.5", "model.dropout=0.1,0.2"])
     assert (spec.space, spec.overrides) == ({"model.dropout": [0.1, 0.2]}, {"optimizer.lr": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optimizer.weight_decay=0..1", FloatDistribution(0.0, 1.0)),
+        ("optimizer.weight_decay=0..2:1", FloatDistribution(0.0, 2.0, step=1.0)),
+        ("optimizer.weight_decay=0..1:0.25", FloatDistribution(0.0, 1.0, step=0.25)),
+        ("optimizer.learning_rate=1..2:log", FloatDistribution(1.0, 2.0, log=True)),
+        ("training.learning_rate=1..2", FloatDistribution(1.0, 2.0)),
+        ("training.batch_size=8..64", IntDistribution(8, 64)),
+        ("training.batch_size=8..64:8", IntDistribution(8, 64, step=8)),
+        ("model.hidden.0=4..8", IntDistribution(4, 8)),
+    ],
+)
+def test_a_range_with_whole_ends_is_one_of_floats_where_the_config_holds_floats(points, word, expected):
+    document = read_document("points.yaml", [word], {"trials": 3})
+    spec = validated(document)
+    check_sweep(spec, document)
+    (values,) = spec.space.values()
+    assert distribution(values) == expected
+    # the file of the sweep, from which it is continued, says the same
+    Path("again").mkdir()
+    Path("again/sweep.yaml").write_text(spec.to_yaml())
+    (values,) = read_spec("again").space.values()
+    assert distribution(values) == expected
+
+
+def test_samplers_say_what_they_need(points, monkeypatch):
+    spec = read_spec("points.yaml", ["optimizer.lr=0.1..0.2"], {"trials": 2, "sampler": "gp"})
+    pruner_of(spec)
+    lists = read_spec("points.yaml", ["optimizer.lr=0.1,0.2"], {"trials": 2, "sampler": "cmaes"})
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _name: None)
+        with pytest.raises(ConfigError, match="pip install scipy"):
+            pruner_of(spec)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
+    with pytest.raises(ConfigError, match="ranges"):
+        pruner_of(lists)
+
+
+@pytest.mark.parametrize("sampler", ["random", pytest.param("gp", marks=pytest.mark.slow)])
+def test_a_study_continued_by_other_processes_asks_for_the_same_trials(points, sampler):
+    section = {"name": "gp", "n_startup_trials": 2} if sampler == "gp" else sampler
+    spec = read_spec("points.yaml", ["optimizer.lr=1e-3..1:log", "model.dropout=0..0.5"], {"trials": 4})
+    spec = SweepSpec.model_validate({**spec.identity(), "trials": 4, "sampler": section})
+    found = []
+    for opened in (1, 4):
+        storage = optuna.storages.InMemoryStorage()
+        for number in range(4):
+            if number % (4 // opened) == 0:  # another process opens it
+                study = optuna.create_study(storage=storage, study_name="s", load_if_exists=True)
+            trial = ask(study, spec)
+            study.tell(trial, (math.log10(trial.params["optimizer.lr"]) + 2) ** 2 + trial.params["model.dropout"])
+        found.append([one.params for one in study.trials])
+    assert found[0] == found[1]
+    assert len({one["optimizer.lr"] for one in found[0]}) == 4
 
 
 VALUES = st.recursive(
@@ -119,6 +181,8 @@ def test_a_mistake_in_a_sweep_file_is_one_line(etude, points, old, new, words):
         (["points.yaml", "optimizer.lr=1..0.1", "--trials", 3], "command line: space.optimizer.lr: low must be less"),
         (["points.yaml", "optimizer.lr=0.1..1:lag", "--trials", 3], "after the colon write log"),
         (["points.yaml", "optimizer.lr=a..1", "--trials", 3], "space.optimizer.lr.low: expected"),
+        (["points.yaml", "training.batch_size=8..16:0.5", "--trials", 3], "training.batch_size: expected an integer"),
+        (["points.yaml", "training.batch_size=8..16:9", "--trials", 3], "step 9 is more than the distance"),
         (["points.yaml", "optimizer.lrr=0.1,0.2"], "command line: optimizer.lrr: unknown key; did you mean 'lr'?"),
         (["points.yaml", "optimizer.lr="], "has no value"),
         (["points.yaml", "=1,2"], "cannot read '=0' as an override"),

@@ -72,9 +72,13 @@ class DeviceStats(Callback):
         if self._device.type == "cuda":
             found["gpu/memory_allocated_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
             found["gpu/memory_reserved_gb"] = torch.cuda.max_memory_reserved(self._device) / 1e9
-        for name in self._known:
+        for name in [*self._known]:
             read, factor = NVML[name]
-            found[name] = read(self._device) * factor
+            try:
+                found[name] = read(self._device) * factor
+            except Exception as error:  # a driver may lose a sensor during a run, which is not worth the run
+                self._known.remove(name)
+                self.notify(f"device_stats: no {name} from now on: {str(error) or type(error).__name__}")
         return found
 
 

@@ -10,6 +10,7 @@ from etude.config.registry import register
 from etude.core import ConfigError
 from etude.core.model import clean_name, unwrap
 from etude.core.spelling import as_patterns, names_matching
+from etude.distributed.parallel import reshard
 from etude.engine.callback import Callback, RunInfo, RunParts
 
 Patterns = str | Sequence[str]
@@ -104,6 +105,7 @@ class Freeze(Callback):
         """Freeze and unfreeze as in an epoch; return the number of parameters that are trained and were not."""
         assert self._model is not None
         trained = {name for name, begin in self._begins.items() if begin <= epoch}
+        reshard(self._model)  # the shards are trained, not the weights gathered from them
         for name, param in self._named():
             if name in self._begins:
                 param.requires_grad_(name in trained)

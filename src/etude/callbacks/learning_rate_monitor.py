@@ -6,6 +6,7 @@ from etude.config.registry import register
 from etude.core import ConfigError
 from etude.core.arguments import checked
 from etude.engine.callback import Callback, Logs, RunInfo
+from etude.optim.groups import group_names
 
 
 @register("callback", "learning_rate_monitor")
@@ -38,14 +39,14 @@ class LearningRateMonitor(Callback):
         """Return the settings of the groups in the last step."""
         groups = [] if self._run is None or self._run.optimizer is None else self._run.optimizer.param_groups
         found: dict[str, float] = {}
-        for place, group in enumerate(groups):
-            end = f"/{group.get('name', place)}" if len(groups) > 1 else ""
+        for name, group in zip(group_names(groups), groups, strict=True):
+            end = f"/{name}" if len(groups) > 1 else ""
             values = {"lr": group["lr"]}
             if self.log_momentum:
                 values["momentum"] = _momentum(group)
             if self.log_weight_decay:
                 values["weight_decay"] = group.get("weight_decay")
-            found |= {name + end: float(value) for name, value in values.items() if value is not None}
+            found |= {key + end: float(value) for key, value in values.items() if value is not None}
         return found
 
 

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from annotated_types import Ge
 
-from etude.callbacks.nan_search import FINITE, Finding, Random, Search, torch_random
+from etude.callbacks.nan_search import FINITE, FINITE_AT_FIRST, Finding, Random, Search, torch_random
 from etude.checkpoint import pack
 from etude.config.registry import register
 from etude.core import Batch, CheckpointError, StepReport
@@ -139,7 +139,7 @@ class NaNDebugger(Callback):
         if not self._run.is_main:
             return
         number, epoch, start, end = place
-        text = finding.text or FINITE
+        text = finding.text or (FINITE_AT_FIRST if step.updater.needs_second_gradient else FINITE)
         scaled = " (with a loss scale a few skipped steps are normal)" * (step.precision.scaler is not None)
         which = self._samples(step, place, finding, batches)
         file = self._write(place, text, batches)

@@ -23,6 +23,11 @@ Random = dict[str, Tensor]
 """States of torch's generators."""
 FINITE = "run again, the step is finite: the fault depends on something besides weights, batch and torch's generators"
 
+FINITE_AT_FIRST = (
+    "run again, the first pass of the step is finite: its second one, at weights that the optimizer has moved, was "
+    "not; lower rho"
+)
+
 
 def torch_random(device: torch.device) -> Random:
     """Return the states of torch's generators on the CPU and the device, without waiting."""

@@ -1,5 +1,6 @@
 """Optimizer state by parameter name: readable, and independent of the order of parameters."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,8 +61,34 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
             if key in name_of
         },
         "shared": {key: value for key, value in saved["state"].items() if key not in name_of},
-        "other": {key: value for key, value in saved.items() if key not in ("state", "param_groups")},
+        "other": _without_bytes(_others(saved)),
     }
+
+
+def _others(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+
+
+def _without_bytes(value: Any) -> Any:
+    """Return what an optimizer saves about itself with the hash of bytes instead of them.
+
+    Bytes may be a pickle, as heavyball's are, which the optimizer would run when it is loaded. A file has none, so that
+    loading one runs no code of it.
+    """
+    if isinstance(value, bytes):
+        return f"sha256:{hashlib.sha256(value).hexdigest()}"
+    return {key: _without_bytes(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _with_bytes(saved: Any, own: Any, path: str = "optimizer.other") -> Any:
+    """Return what was saved, with the bytes of the optimizer that loads it; raise CheckpointError if they differ."""
+    if isinstance(own, bytes):
+        if saved != _without_bytes(own):
+            raise CheckpointError(f"{path} differs from the saved one; make the optimizer as in the saved run")
+        return own
+    if not (isinstance(saved, dict) and isinstance(own, dict)):
+        return saved
+    return {key: _with_bytes(item, own.get(key), f"{path}.{key}") for key, item in saved.items()}
 
 
 def _sharded(parameter: Tensor, value: Any, place: str) -> Any:
@@ -90,9 +117,10 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
     index_of = {name: index for index, name in enumerate(named)}
     settings = [_settings(group) for group in optimizer.param_groups]
     state = {name: _copy(value, named[name]) for name, value in tree["state"].items()}
+    other = _with_bytes(_copy(tree["other"]), _others(optimizer.state_dict())) if tree["other"] else {}
     optimizer.load_state_dict(
         {
-            **_copy(tree["other"]),
+            **other,
             "state": {**_copy(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
             "param_groups": [
                 # Settings that the saved state lacks keep their current value.
@@ -225,9 +253,11 @@ def _copy(value: Any, parameter: Tensor | None = None) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
-def _restore_types(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _restore_types(loaded: Any, saved: Any) -> None:
     """Undo the cast of torch's loader, which gives floating-point state the dtype of the parameter."""
-    for key, value in saved.items():
-        current = loaded.get(key)
+    for key, value in saved.items() if isinstance(saved, dict) else enumerate(saved):
+        current = loaded.get(key) if isinstance(loaded, dict) else loaded[key]
         if isinstance(value, Tensor) and isinstance(current, Tensor) and current.dtype != value.dtype:
             loaded[key] = value.to(current.device)
+        elif isinstance(value, (dict, list)) and type(current) is type(value):
+            _restore_types(current, value)

@@ -95,12 +95,14 @@ def _same_kind(saved: Any, own: Any) -> bool:
         return saved is None or isinstance(saved, bool) or (own is None and not isinstance(saved, (dict, list)))
     if isinstance(own, (int, float, Tensor)):
         return _is_number(saved)
-    if isinstance(own, tuple):
-        return isinstance(saved, tuple) and len(saved) == len(own) and all(map(_same_kind, saved, own))
+    if isinstance(own, (tuple, list)):  # a config file has lists where a signature has tuples
+        is_sequence = isinstance(saved, (tuple, list)) and len(saved) == len(own)
+        return is_sequence and all(map(_same_kind, saved, own))
     return isinstance(saved, type(own))
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.dim() == 0 and value.is_floating_point() and bool(value.isfinite())
+        is_real = not value.is_complex() and value.dtype != torch.bool  # settings may be counters
+        return value.dim() == 0 and is_real and bool(value.isfinite())
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300

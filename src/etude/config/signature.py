@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, ClassVar
 
@@ -160,10 +161,12 @@ def make_model(
         }
 
     make: Any = functools.partial(create_model, name, __base__=base, __doc__=doc)
-    try:
-        model: type[SectionModel] = make(**definitions(lambda _hint: True))
-    except Exception:  # pydantic may raise anything for a third-party hint: find the hint, keep the others
-        model = make(**definitions(_is_usable))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of hints that are no types, which any value satisfies
+        try:
+            model: type[SectionModel] = make(**definitions(lambda _hint: True))
+        except Exception:  # pydantic may raise anything for a third-party hint: find the hint, keep the others
+            model = make(**definitions(_is_usable))
     return model
 
 

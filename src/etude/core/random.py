@@ -149,6 +149,34 @@ class Replay:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda)]
 
 
+class GraphReplay:
+    """Draws the numbers of a CUDA graph's first pass again in its second one, from a second state of the generator.
+
+    A graph has its own count of the numbers drawn from a state, which cannot be set back while it is recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._generator = torch.cuda.default_generators[index]
+        self.state = self._generator.clone_state()
+        """To be registered with the graph before it is recorded."""
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw from the second state in this block of the recording."""
+        first = self._generator.graphsafe_get_state()
+        self._generator.graphsafe_set_state(self.state)
+        try:
+            yield
+        finally:
+            self._generator.graphsafe_set_state(first)
+
+    def align(self) -> None:
+        """Set the second state to the first one, before a replay; both are on the host."""
+        self.state.manual_seed(self._generator.initial_seed())
+        self.state.set_offset(self._generator.get_offset())
+
+
 class RunRandom:
     """The random numbers of one run, independent of what the surrounding program draws.
 

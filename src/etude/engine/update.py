@@ -4,6 +4,7 @@ All of it stays on the device. A fused kernel can divide and skip itself, so div
 loss scale and clipping become one factor passed to it: no extra pass over the gradients.
 """
 
+import math
 import operator
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from etude.core import TrainingError
 from etude.engine.precision import MixedPrecision
 from etude.optim.clipping import global_norm
-from etude.optim.device import DeviceOptimizer
+from etude.optim.device import DeviceOptimizer, undone_if
 from etude.optim.eager import take_step
+from etude.optim.groups import group_names
+from etude.optim.kernels import KernelOptimizer
 from etude.optim.pieces import InPieces
-from etude.optim.several import Optimizers, owner_of, perturbed_in
+from etude.optim.several import Optimizers, optimizers_in, owner_of, perturbed_in
 
 if TYPE_CHECKING:
     from etude.distributed.sharding import Shards
@@ -46,7 +49,12 @@ class Updater:
         self.clip_value = clip_value
         self.precision = precision if precision is not None else MixedPrecision("fp32")
         self.params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._kernel_divides = _supports_fused_scaling(optimizer) and clip_value is None
+        # Fused kernels divide by a float32 number, too coarse for a norm of float64 gradients.
+        is_double = any(param.dtype is torch.float64 for param in self.params)
+        self._kernel_divides = _supports_fused_scaling(optimizer) and clip_value is None and not is_double
+        self._kernels_skip = all(map(_skips_itself, optimizers_in(optimizer)))
+        self._is_sparse = False
+        """Whether there have been sparse gradients."""
         if not self._kernel_divides and self.params[0].is_cuda:
             _keep_counters_on_device(optimizer)
         self._has_stepped = False
@@ -56,6 +64,7 @@ class Updater:
         self._first_norm: Tensor | None = None
         """Norm of the first gradients of a step that needs second ones."""
         self._constants: dict[float, Tensor] = {}
+        self._answers = torch.zeros(()), torch.ones(())
         self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
         self._names = _rate_names(optimizer)
 
@@ -133,27 +142,33 @@ class Updater:
         if not grads:  # no trained term in this step
             return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         norm = self._norm(grads)
-        skipped = norm.mul(0.0)  # inf·0 and nan·0 are nan, which differs from 0
-        if self._first_norm is not None:
-            skipped = skipped + self._first_norm * 0.0
-        skipped = skipped.ne_(0.0)
+        skipped = self._is_skipped(norm)
         if self.clip_norm is not None:
             # |g|/divisor > clip  ⇔  |g|/clip > divisor, and then dividing by |g|/clip leaves a norm of clip
             scaled_norm = norm if self.clip_norm == 1.0 else norm / self.clip_norm
             divisor = scaled_norm.clamp_min(divisor)
-        if not self.has_stepped:
-            # Only once: kernels that create their state in the first update would leave it incomplete if skipped.
+        if norm.is_cpu or not self.has_stepped:
+            # On the CPU reading a value does not wait. Elsewhere it is read once: kernels that create their state in
+            # the first update would leave it incomplete if skipped.
             if not skipped.item():
-                self._first_step(grads, divisor, skipped, norm)
+                self._known_step(grads, divisor, norm)
         elif self._kernel_divides:
             self._fused_step(divisor, skipped, norm)
-        elif norm.is_cpu or not _can_undo(self.optimizer):
-            if not skipped.item():  # on the CPU reading a value does not wait
+        elif not _can_undo(self.optimizer):
+            if not skipped.item():
                 self._divide_and_step(grads, divisor)
         else:
             self._guarded_step(grads, divisor, skipped)
         self.precision.update(skipped)
         return norm, skipped
+
+    def _is_skipped(self, norm: Tensor) -> Tensor:
+        """Return 1.0 if a gradient of this step is not finite, else 0.0."""
+        norms = [norm] if self._first_norm is None else [norm, self._first_norm]
+        if norm.is_cpu:  # numbers are faster than tensors
+            return self._answers[not all(math.isfinite(one.item()) for one in norms)]
+        zeros = [one * 0.0 for one in norms]  # inf·0 and nan·0 are nan, which differs from 0
+        return (zeros[0] if len(zeros) == 1 else zeros[0] + zeros[1]).ne_(0.0)
 
     def _collected(self) -> list[Tensor]:
         """Return the gradients of this process."""
@@ -168,31 +183,35 @@ class Updater:
 
     def _values(self) -> list[Tensor]:
         """Return the gradients; for sparse ones their values, as views, after coalescing."""
-        self._kernel_divides = False  # fused kernels do not support sparse gradients
+        self._kernel_divides = self._kernels_skip = False  # fused kernels do not support sparse gradients
+        self._is_sparse = True
         for param in self.params:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.coalesce()
         found = (param.grad for param in self.params if param.grad is not None)
         return [grad._values() if grad.is_sparse else grad for grad in found]
 
-    def _first_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
-        """Run the first update with the arithmetic of all others; stateless SGD gets here again on a resume."""
+    def _known_step(self, grads: list[Tensor], divisor: Tensor | float, norm: Tensor) -> None:
+        """Run an update that is known to be finite, with the arithmetic of all others."""
         if self._kernel_divides:
-            self._fused_step(divisor, skipped, norm)
+            self._fused_step(divisor, None, norm)
         else:
             self._divide_and_step(grads, divisor)
-        self._has_stepped = True
-        self._meet()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._meet()
 
-    def _fused_step(self, divisor: Tensor | float, skipped: Tensor, norm: Tensor) -> None:
-        optimizer: Any = self.optimizer
+    def _fused_step(self, divisor: Tensor | float, skipped: Tensor | None, norm: Tensor) -> None:
+        own = vars(self.optimizer)
         # The kernels expect these two in float32, whatever the dtype of the parameters.
-        optimizer.grad_scale = divisor.float() if isinstance(divisor, Tensor) else self._constant(divisor, norm)
-        optimizer.found_inf = skipped.float()
+        own["grad_scale"] = divisor.float() if isinstance(divisor, Tensor) else self._constant(divisor, norm)
+        if skipped is not None:
+            own["found_inf"] = skipped.float()
         try:
             self._step()
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
+            del own["grad_scale"]
+            own.pop("found_inf", None)
 
     def _divide_and_step(self, grads: list[Tensor], divisor: Tensor | float) -> None:
         torch._foreach_div_(grads, divisor)
@@ -206,8 +225,11 @@ class Updater:
                 raise
             raise TrainingError(
                 f"{type(self.optimizer).__name__} does not support sparse gradients ({error}); create the embedding "
-                "with sparse=False, or use torch's SGD, Adagrad or SparseAdam with fused=False and no weight decay"
+                "with sparse=False, or use sgd or adagrad with kernel: loop (torch's with fused=False) or "
+                "torch.optim.SparseAdam, without weight decay"
             ) from error
+        if self._is_sparse:
+            _make_momenta_dense(self.optimizer)
 
     def _step(self) -> None:
         """Let the optimizer step with the rates on the device."""
@@ -224,18 +246,29 @@ class Updater:
                 rate.take_back()
 
     def _guarded_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:
-        """Step an optimizer that cannot skip by itself without synchronising: step, then undo if not finite."""
+        """Divide and step without waiting for the device, which decides whether the step changes anything."""
         if self._has_newcomer():
             if not skipped.item():  # state created by this update could not be undone
                 self._divide_and_step(grads, divisor)
                 self._meet()
-            return
-        tensors = [param.data for param in self.params] + list(state_tensors(self.optimizer))
-        before = [tensor.clone() for tensor in tensors]
-        self._divide_and_step(grads, divisor)
-        bad = skipped.bool()
-        for tensor, old in zip(tensors, before, strict=True):
-            torch.where(bad, old, tensor, out=tensor)
+        elif self._kernels_skip:
+            vars(self.optimizer)["found_inf"] = skipped.float()
+            try:
+                self._divide_and_step(grads, divisor)
+            finally:
+                del vars(self.optimizer)["found_inf"]
+        else:
+            self._undoable_step(grads, divisor, skipped)
+
+    def _undoable_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:
+        """Step an optimizer that cannot skip, with a copy of all that it may change."""
+        groups = self.optimizer.param_groups
+        numbers = [_host_values(group) for group in groups]
+        with undone_if(skipped, [*self.params, *state_tensors(self.optimizer)]):
+            self._divide_and_step(grads, divisor)
+        if [_host_values(group) for group in groups] != numbers and skipped.item():  # it counts on the host
+            for group, values in zip(groups, numbers, strict=True):
+                group.update(values)
 
     def _meet(self) -> None:
         """Remember the parameters that have had a gradient."""
@@ -258,13 +291,15 @@ class Updater:
 
 def _rate_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """Return the index and name of every group whose rate is reported beside that of the first group."""
-    first, *others = optimizer.param_groups
-    rate = first["lr"]
-    return {
-        place: str(group.get("name", place))
-        for place, group in enumerate(others, start=1)
-        if "name" in group or not (group["lr"] is rate or bool(group["lr"] == rate))
-    }
+    groups = optimizer.param_groups
+    found: dict[int, str] = {}
+    first_rates: dict[Any, Any] = {None: groups[0]["lr"]}
+    for place, (name, group) in enumerate(zip(group_names(groups), groups, strict=True)):
+        rate, known = group["lr"], first_rates.get(group.get("name"))
+        if place and not (known is rate or (known is not None and bool(known == rate))):
+            found[place] = name
+        first_rates.setdefault(group.get("name"), rate)
+    return found
 
 
 def is_recorded(tensor: Tensor) -> bool:
@@ -345,8 +380,22 @@ def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 
 
 def _supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return whether all kernels divide and skip, after choosing such kernels where they are not the fastest alone."""
+    leaves = optimizers_in(optimizer)
+    for one in leaves:
+        if isinstance(one, KernelOptimizer):
+            one.let_kernels_scale()
+    supports = all(getattr(one, "_step_supports_amp_scaling", False) for one in leaves)
     return supports and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _skips_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the kernels of an optimizer change nothing if its `found_inf` says so."""
+    return isinstance(optimizer, DeviceOptimizer) or _supports_fused_scaling(optimizer)
+
+
+def _host_values(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
 
 
 def _keep_counters_on_device(optimizer: torch.optim.Optimizer) -> None:
@@ -360,9 +409,22 @@ def _keep_counters_on_device(optimizer: torch.optim.Optimizer) -> None:
                     state["step"] = state["step"].to(param.device)
 
 
+def _make_momenta_dense(optimizer: torch.optim.Optimizer) -> None:
+    """Replace the momentum that torch's SGD makes of a sparse gradient: files hold dense tensors, with equal values.
+
+    With `nesterov` torch adds it to the gradient, which takes a sparse one only.
+    """
+    for group in optimizer.param_groups:
+        for state in (optimizer.state.get(param, {}) for param in group["params"] if not group.get("nesterov")):
+            buffer = state.get("momentum_buffer")
+            if buffer is not None and buffer.is_sparse:
+                state["momentum_buffer"] = buffer.to_dense()
+
+
 def _can_undo(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all state is on the device; a counter on the host requires the host to know of skipped steps."""
-    return all(tensor.is_cuda for tensor in state_tensors(optimizer))
+    """Whether all state is in tensors on the device; any other requires the host to know of skipped steps."""
+    found = (value for state in optimizer.state.values() for value in state.values())
+    return all(value.is_cuda if isinstance(value, Tensor) else value is None for value in found)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

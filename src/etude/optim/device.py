@@ -1,7 +1,8 @@
 """Optimizers whose step runs on the device alone, so that it can be captured: their base class, Lion and Adafactor."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Unpack
 
 import torch
@@ -23,13 +24,20 @@ from etude.optim.kernels import (
     as_pair,
 )
 
+PIECE_BYTES = 2**27
+"""Bytes of parameters that one call of `update` gets, unless one parameter alone has more.
+
+A call makes temporaries, and copies if it may have to be undone, of a few times this size.
+"""
+
 
 class DeviceOptimizer(KernelOptimizer):
     """Base class: derive from it and write `update`.
 
     The learning rate of a group is a float or a tensor on the device. `update` must not read from the device, and
-    keeps its state, counters too, in tensors there: then a step is captured as a CUDA graph, and a step that is not
-    finite is undone without waiting.
+    keeps its state, counters too, in tensors there: then a step is captured as a CUDA graph. As with torch's fused
+    optimizers, an attribute `found_inf` that is a tensor with 1.0 makes `step` change nothing, without waiting for the
+    device. It copies one piece of the parameters at a time.
     """
 
     _has_fused = False
@@ -51,28 +59,35 @@ class DeviceOptimizer(KernelOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        skipped: Tensor | None = vars(self).get("found_inf")
         for place, group in enumerate(self.param_groups):
             params = [param for param in group["params"] if param.grad is not None]
             if any(param.grad.is_sparse for param in params):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            numbers = self.numbers(place, group, params[0].device) if params else None
+            if not params:
+                continue
+            shared: dict[Any, dict[str, Any]] = self.state
+            with undone_if(skipped, shared.get(f"group_{place}", {}).values()):
+                numbers = self.numbers(place, group, params[0].device)
             for some in self.together(group, params):
                 grads = [param.grad for param in some if param.grad is not None]
-                self.update(group, some, list(torch._foreach_neg(grads)) if group.get("maximize") else grads, numbers)
+                grads = list(torch._foreach_neg(grads)) if group.get("maximize") else grads
+                with undone_if(skipped, [*some, *(value for one in some for value in self.state[one].values())]):
+                    self.update(group, some, grads, numbers)
         return loss
 
     def numbers(self, place: int, group: dict[str, Any], device: torch.device) -> Any:  # noqa: ARG002
-        """Return what the updates of a group share, such as a bias correction."""
+        """Return what the updates of a group share, such as a bias correction; state: `state["group_<place>"]`."""
         return None
 
     def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
-        """Return the lists of parameters that one call updates: of one device and one dtype."""
+        """Return the lists of parameters that one call updates: of one device and one dtype, and of bounded size."""
         if not (group["foreach"] or group.get("fused")):
             return [[param] for param in params]
         found: dict[Any, list[Tensor]] = {}
         for param in params:
             found.setdefault((param.device, param.dtype), []).append(param)
-        return found.values()
+        return [piece for same in found.values() for piece in in_pieces(same)]
 
     @abstractmethod
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:
@@ -87,6 +102,40 @@ class DeviceOptimizer(KernelOptimizer):
                 state[key] = make(param)
             found.append(state[key])
         return found
+
+
+def in_pieces(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide a list of parameters into lists of at most `PIECE_BYTES`; a larger parameter is alone."""
+    piece: list[Tensor] = []
+    size = 0
+    for param in params:
+        if piece and size + param.nbytes > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(param)
+        size += param.nbytes
+    if piece:
+        yield piece
+
+
+@contextmanager
+def undone_if(skipped: Tensor | None, values: Iterable[Any]) -> Iterator[None]:
+    """Undo what the context does to the tensors among some values if `skipped` is not 0, decided on the device.
+
+    >>> weight = torch.ones(2)
+    >>> with undone_if(torch.tensor(1.0), [weight]): _ = weight.fill_(float("nan"))
+    >>> weight.tolist()
+    [1.0, 1.0]
+    """
+    if skipped is None:
+        yield
+        return
+    tensors = [value.detach() for value in values if isinstance(value, Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    is_skipped = skipped.bool()
+    for tensor, old in zip(tensors, before, strict=True):
+        torch.where(is_skipped, old, tensor, out=tensor)
 
 
 def add_scaled(tensors: list[Tensor], values: list[Tensor], factor: Tensor | float) -> None:

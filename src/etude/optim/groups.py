@@ -181,3 +181,18 @@ def _layers(names: Iterable[str]) -> dict[str, int]:
     if not unit:
         raise ConfigError("optimizer.layer_decay needs numbered layers, such as blocks.0; use optimizer.groups")
     return found
+
+
+def group_names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name for every parameter group: its own, or its index; a name that is taken gets the index behind it.
+
+    >>> group_names([{}, {"name": "head"}, {"name": "head"}])
+    ['0', 'head', 'head.2']
+    """
+    own = {str(group["name"]) for group in groups if "name" in group}
+    names: list[str] = []
+    for place, group in enumerate(groups):
+        name = str(group.get("name", place))
+        is_taken = name in names or ("name" not in group and name in own)
+        names.append(f"{name}.{place}" if is_taken else name)
+    return names

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypedDict
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT as TorchParams
 
 from etude.core.arguments import check_ranges, checked
@@ -83,12 +84,23 @@ def _fusable(param: Tensor) -> bool:
 
 def _is_dense(param: Tensor) -> bool:
     """Whether elements lie side by side: fused CPU kernels update a slice of a larger tensor at the wrong places."""
-    return type(param) not in (Tensor, nn.Parameter) or torch.ops.aten.is_non_overlapping_and_dense.default(param)
+    return not _is_plain(param) or torch.ops.aten.is_non_overlapping_and_dense.default(param)
+
+
+def _is_plain(param: Tensor) -> bool:
+    """Whether kernels see the tensor itself: also for subclasses without behaviour, such as the shards of a model."""
+    kind = type(param)
+    return kind in (Tensor, nn.Parameter) or (
+        isinstance(param, nn.Parameter)
+        and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+        and kind.__torch_function__ is nn.Parameter.__torch_function__
+        and not is_lazy(param)
+    )
 
 
 def _uniform(params: Iterable[Tensor]) -> bool:
     """Return whether one kernel call accepts them all: plain tensors, or DTensors of one mesh."""
-    unusual = [param for param in params if type(param) not in (Tensor, nn.Parameter)]
+    unusual = [param for param in params if not _is_plain(param)]
     if not unusual:
         return True
     from torch.distributed.tensor import DTensor
@@ -108,8 +120,13 @@ class KernelOptimizer(torch.optim.Optimizer):
         with without_compiler():
             super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group.get("fused") is not None or group.get("foreach") is not None:
-            return
+        if group.get("fused") is None and group.get("foreach") is None:
+            self._set_kernel(group)
+
+    def let_kernels_scale(self) -> None:
+        """Prefer kernels that divide by a scale and skip, as the update of a training step needs, to faster ones."""
+
+    def _set_kernel(self, group: dict[str, Any]) -> None:
         kernel = self._auto_kernel(group) if self._kernel == "auto" else self._kernel
         if kernel == "fused" and not (self._can_fuse(group) and all(_fusable(param) for param in group["params"])):
             raise ConfigError(

@@ -54,6 +54,9 @@ class SGD(KernelOptimizer, torch.optim.SGD):
     [0.5, 0.5]
     """
 
+    _scales = False
+    """Whether kernels must divide and skip."""
+
     @arguments
     def __init__(
         self,
@@ -79,7 +82,16 @@ class SGD(KernelOptimizer, torch.optim.SGD):
         # With dampening the first momentum is special, and the fused kernel has only one first step for all
         # parameters.
         fusable = group["momentum"] == 0 or group["dampening"] == 0
-        return choose_kernel(group["params"], has_fused=fusable and self._can_fuse(group))
+        # Without momentum foreach is faster on CUDA, but it neither divides nor skips.
+        is_plain = not group["momentum"] and not self._scales and all(param.is_cuda for param in group["params"])
+        return choose_kernel(group["params"], has_fused=fusable and self._can_fuse(group) and not is_plain)
+
+    def let_kernels_scale(self) -> None:
+        """Use the fused kernel without momentum too."""
+        self._scales = True
+        for group in self.param_groups:
+            if self._kernel == "auto" and group["foreach"] and not group["momentum"]:
+                self._set_kernel(group)
 
     def _can_fuse(self, group: dict[str, Any]) -> bool:
         # Torch's CPU kernel (2.13) leaves most 16-bit weights unchanged and their momentum undefined.

@@ -69,14 +69,20 @@ class ScheduleFreeAdamW(DeviceOptimizer):
             raise TrainingError("ScheduleFreeAdamW holds the averaged weights; call optimizer.train() before a step")
         states: dict[Any, dict[str, Tensor]] = self.state
         state = states[f"group_{place}"]
+        # With a rate on the device everything is computed there, so that a step can be captured; otherwise numbers on
+        # the host are faster than kernels for each of them.
+        is_on_host = device.type == "cpu" or not isinstance(group["lr"], Tensor)
+        if is_on_host and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise TrainingError("a captured step of ScheduleFreeAdamW needs a tensor on the device as its rate `lr`")
+        device = torch.device("cpu") if is_on_host else device
         for name in ("step", "weight_sum", "lr_max"):
-            if name not in state or state[name].device != device:  # a loaded state is on the host
+            if name not in state or state[name].device != device:
                 state[name] = state.get(name, torch.zeros((), dtype=torch.float64)).to(device)
         rate, warm_up = group["lr"], group["warmup_steps"]
         step: Any
         total: Any
         top: Any
-        if device.type == "cpu":  # reading a value does not wait there, and numbers are faster than tensors
+        if is_on_host:
             step, total, top = state["step"].item() + 1, state["weight_sum"].item(), state["lr_max"].item()
             rate = float(rate) * min(step / warm_up, 1.0) if warm_up else float(rate)
             top = max(top, rate)
@@ -161,7 +167,8 @@ def _update_fused(
         rate, count, keep = rate.float(), step.float(), (1 - share).to(params[0].dtype)
         part = (share * first + (1 - first)).float()
     else:
-        count, keep, part = torch.tensor(step, dtype=torch.float32), 1 - share, share * first + (1 - first)
+        count = torch.full((), step, dtype=torch.float32, device=params[0].device)
+        keep, part = 1 - share, share * first + (1 - first)
     torch._foreach_add_(params, fast, alpha=first - 1)
     if decay:
         _add_scaled(fast, params, -rate * decay, own=1 - first)  # of y, which is this and (1 − β₁)·z

@@ -1,5 +1,6 @@
 """Lookahead and SAM: they wrap any optimizer, also several, and each other."""
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -198,11 +199,14 @@ class SAM(Perturbed):
         norm = global_norm(grads)
         if self.adaptive:
             torch._foreach_mul_(grads, params)
-        factor, is_finite = self.rho / (norm + SMALLEST_NORM), norm.isfinite()
-        if not is_finite.is_cpu:
-            _zero_unless(is_finite, [factor, *grads])
-        elif not is_finite.item():  # on the CPU reading a value does not wait
-            return norm
+        if norm.is_cpu:  # reading a value does not wait
+            length = norm.item()
+            if not math.isfinite(length):
+                return norm
+            factor: Any = self.rho / (length + SMALLEST_NORM)
+        else:
+            factor = self.rho / (norm + SMALLEST_NORM)
+            _zero_unless(norm.isfinite(), [factor, *grads])
         torch._foreach_mul_(grads, factor)
         torch._foreach_add_(params, grads)
         return norm

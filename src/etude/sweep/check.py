@@ -1,6 +1,6 @@
 """Checking a sweep before its first trial: every key and value fits the config of the experiment."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etude.config import Document
@@ -8,18 +8,43 @@ from etude.config.document import COMMAND_LINE
 from etude.core.errors import ConfigError
 from etude.core.monitor import Mode, mode_of
 from etude.experiment import ExperimentConfig, check_experiment, load_experiment_config
-from etude.sweep.spec import SweepSpec, candidates, override
+from etude.sweep.spec import Range, SweepSpec, candidates, override
 
 
 def check_sweep(spec: SweepSpec, document: Document) -> ExperimentConfig:
-    """Return the config of the experiment with the overrides of the sweep; raise ConfigError for any mistake."""
+    """Return the config of the experiment with the overrides of the sweep; raise ConfigError for any mistake.
+
+    Ranges with whole ends become ranges of floats where the config holds floats: `model.dropout=0..1` means any number.
+    """
     base = _load(spec, {}, document)
     first = spec.first_point()
     for key, values in spec.space.items():
-        for value in candidates(values):
-            config = _load(spec, {**first, key: value}, document)
-    check_experiment(config)
+        configs = [_load(spec, {**first, key: value}, document) for value in candidates(values)]
+        if isinstance(values, Range) and values.is_whole and _holds_floats(*configs[:2]):
+            ends = {"low": float(values.low), "high": float(values.high)}
+            spec.space[key] = values.model_copy(update=ends)
+    check_experiment(configs[-1])
     return base
+
+
+def _holds_floats(one: ExperimentConfig, other: ExperimentConfig) -> bool:
+    """Whether a number in which two configs differ is a float, which the schema makes of a whole number.
+
+    The difference is looked for because a key may have other names than the config's own.
+    """
+    return any(isinstance(value, float) for value in _differing(one.to_dict(), other.to_dict()))
+
+
+def _differing(one: Any, other: Any) -> Iterator[Any]:
+    """Yield the values of the first that the second has differently."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() & other.keys():
+            yield from _differing(one[key], other[key])
+    elif isinstance(one, list) and isinstance(other, list):
+        for mine, theirs in zip(one, other, strict=False):
+            yield from _differing(mine, theirs)
+    elif one != other:
+        yield one
 
 
 def judged_by(spec: SweepSpec, config: ExperimentConfig, document: Document) -> tuple[str, Mode]:

@@ -85,6 +85,8 @@ def pruner_of(spec: SweepSpec) -> BasePruner:
     name = spec.sampler.component.name if spec.sampler is not None else "tpe"
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         raise ConfigError(f"sampler '{name}' needs {NEEDS[name]}: pip install {NEEDS[name]}")
+    if name == "cmaes" and not any(isinstance(values, Range) for values in spec.space.values()):
+        raise ConfigError("sampler 'cmaes' searches ranges, and chooses from lists at random; use tpe or gp")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         _built(spec.sampler, "sampler", "tpe", seed=0)

@@ -25,7 +25,7 @@ SPEC = "sweep.yaml"
 
 
 class Range(SectionModel):
-    """Numbers from `low` to `high`, both included; whole numbers if both are."""
+    """Numbers from `low` to `high`, both included; whole numbers if both are, and the config does not want floats."""
 
     low: Number
     high: Number
@@ -42,14 +42,14 @@ class Range(SectionModel):
             raise ValueError(f"log: true needs a positive low, found {self.low}")
         if self.log and self.step is not None:
             raise ValueError("log and step exclude each other; remove one")
-        if self.is_whole and isinstance(self.step, float):
-            raise ValueError(f"low and high are whole numbers, so step must be one, found {self.step}")
+        if self.step is not None and self.low + self.step > self.high:
+            raise ValueError(f"step {self.step} is more than the distance from {self.low} to {self.high}")
         return self
 
     @property
     def is_whole(self) -> bool:
         """Whether the values are integers."""
-        return isinstance(self.low, int) and isinstance(self.high, int)
+        return not any(isinstance(one, float) for one in (self.low, self.high, self.step))
 
 
 class SweepSpec(SectionModel):
@@ -123,8 +123,12 @@ class SweepSpec(SectionModel):
 
 
 def candidates(values: Range | list[Any]) -> Iterator[Any]:
-    """Yield the values that are checked before the sweep: all of a list, the ends of a range."""
-    yield from values if isinstance(values, list) else (values.low, values.high)
+    """Yield the values that are checked before the sweep: all of a list, the ends of a range and its first step."""
+    if isinstance(values, list):
+        yield from values
+    else:
+        yield from (values.low, values.high)
+        yield from () if values.step is None else (values.low + values.step,)
 
 
 def override(key: str, value: Any) -> str:
