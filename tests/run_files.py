@@ -21,3 +21,9 @@ def records(folder: Path, split: str | None = None) -> list[dict[str, Any]]:
 def weights(folder: Path | str) -> bytes:
     """Return the bytes of the last checkpoint's weights."""
     return Path(folder, "checkpoints", "last", "model.safetensors").read_bytes()
+
+
+def files_of(folder: Path | str) -> dict[str, bytes]:
+    """Return the bytes of the last checkpoint's tensors by file: several if processes divide the model."""
+    last = Path(folder, "checkpoints", "last").resolve()
+    return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}

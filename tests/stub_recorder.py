@@ -15,7 +15,7 @@ class RunAgain:
         self.step, self.share, self.room = step, share, room
         self.recorded, self.replayed, self.recovered = 0, 0, 0
 
-    def record(self, function):
+    def record(self, function, random=None):
         self.recorded += 1
         tensors = [
             *self.step.model.parameters(),

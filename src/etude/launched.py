@@ -11,6 +11,8 @@ LAUNCHER = "ETUDE_LAUNCHER"
 """Variable with the process id of the launcher."""
 SHAPE = "ETUDE_LAUNCH_OPTIONS"
 """Variable with the options that start as many processes again."""
+HUNG = 70
+"""Exit code by which a process tells such a launcher that the run hung; the launcher restarts it, or exits with 1."""
 
 
 def is_launched() -> bool:

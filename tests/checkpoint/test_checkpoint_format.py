@@ -69,6 +69,7 @@ LEAVES = (
     | st.integers(min_value=-(2**200), max_value=2**200)
     | st.floats()
     | st.text(st.characters())
+    | st.sets(st.text(st.characters(), max_size=4) | st.integers(-(2**70), 2**70), max_size=4)
     | tensors()
 )
 KEYS = st.text(st.characters(), max_size=4) | st.integers() | st.sampled_from(["a", "b", "a.b", "0", "__metadata__"])
@@ -179,7 +180,8 @@ Pair = namedtuple("Pair", "x y")
         ({"array": np.zeros(2)}, "state.array: it is a numpy.ndarray"),
         ({"n": np.int64(3)}, "state.n: it is a numpy.int64"),
         ({"pair": Pair(1, 2)}, "state.pair"),
-        ({"s": {1, 2}}, "state.s: it is a builtins.set"),
+        ({"s": {1, 2.5}}, "state.s: it is a set with 2.5"),
+        ({"s": frozenset()}, "state.s: it is a builtins.frozenset"),
         ({"b": b"bytes"}, "state.b"),
         ({"d": {(1, 2): 3}}, r"state.d: it has the key \(1, 2\)"),
         ({"d": {True: 3}}, "state.d: it has the key True"),
@@ -196,5 +198,5 @@ def test_what_is_not_data_is_refused_by_path(tree: Any, words: str) -> None:
 
 
 def test_a_node_from_the_future_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="unknown kind of node 'set'"):
-        unpack({}, {"set": [1]})
+    with pytest.raises(CheckpointError, match="unknown kind of node 'deque'"):
+        unpack({}, {"deque": [1]})

@@ -9,8 +9,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from etude import DataBatch
 from etude.core import DataError
-from etude.core.batch import STREAM, JointBatch, num_samples
-from etude.core.division import divide
+from etude.core.batch import STREAM, JointBatch, is_empty, num_samples
+from etude.core.division import divide, divide_exactly
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,14 @@ def test_streams_are_divided_alike():
     joint = JointBatch([{"x": torch.arange(4), STREAM: "a"}, {"x": torch.arange(1), STREAM: "b"}])
     parts = divide(joint, 2)
     assert [[(one[STREAM], len(one["x"])) for one in part] for part in parts] == [[("a", 2), ("b", 1)], [("a", 2)]]
+
+
+def test_as_many_parts_as_another_process_has():
+    joint = JointBatch([{"x": torch.arange(3), "scale": torch.tensor(2.0)}, {"x": torch.arange(1)}])
+    parts = divide_exactly(joint, 4)
+    assert [[one["x"].tolist() for one in part] for part in parts] == [[[0], [0]], [[1], []], [[2], []], [[], []]]
+    assert [is_empty(part) for part in parts] == [False, False, False, True]
+    assert all(part[0]["scale"] == 2 for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 import logging
 import os
 import signal
+import threading
 import time
 
 from distributed_toy import RANK, At, Points, SeveralTerms, features
 
 from etude.config import register
 from etude.data import DataSplits
+from etude.distributed import note_progress
 from etude.engine.callback import Callback
 
 
@@ -75,12 +77,35 @@ class SlowSave(Callback):
             time.sleep(self.seconds)
 
 
-@register("callback", "toy_stop")
-class StopAt(At):
-    """Stops its process, which then does nothing at all."""
+@register("callback", "toy_slow_rank")
+class SlowRank(At):
+    """Takes its time on rank 0 after a step, and notes that it makes progress; files of its thread sync slowly too."""
+
+    def __init__(self, step: int, seconds: float) -> None:
+        super().__init__(step)
+        self.seconds = seconds
 
     def act(self):
-        os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(10):
+            time.sleep(self.seconds / 10)
+            note_progress()
+        sync, delays = os.fsync, [self.seconds]
+
+        def slow_sync(file):
+            if threading.current_thread() is not threading.main_thread() and delays:
+                time.sleep(delays.pop())
+            sync(file)
+
+        os.fsync = slow_sync
+
+
+@register("callback", "toy_stop")
+class StopAt(At):
+    """Stops its process, which then does nothing at all; not again after a restart."""
+
+    def act(self):
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @register("callback", "toy_warn")

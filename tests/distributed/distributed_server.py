@@ -25,6 +25,7 @@ import traceback
 from pathlib import Path
 
 import distributed_checks
+import model_checks
 import numpy.ctypeslib  # noqa: F401 - as above
 import parallel_checks
 import sharded_checks
@@ -71,7 +72,7 @@ def run(rank: int, size: int, port: int, argv: list[str], log: Path, env: dict[s
     sys.argv = ["etude", *argv]
     try:
         if argv[0] == "call":
-            modules = (distributed_checks, parallel_checks, sharded_checks)
+            modules = (distributed_checks, model_checks, parallel_checks, sharded_checks)
             getattr(next(one for one in modules if hasattr(one, argv[1])), argv[1])()
         else:
             cli.main()

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch.distributed
 from distributed_runs import HERE, TIMEOUT_S
+from test_distributed_launch import end, start
 
+from etude.distributed.stacks import place_of
 from etude.monitor.jsonl import read_jsonl
 from run_files import weights
 
@@ -78,6 +81,53 @@ def test_a_hung_run_is_resumed(runs):
     folder, _ = runs.train(2, write(runs, data={"name": "toy_endless_data"}))
     runs.resume(2, folder, "data=toy_dataset").ok()
     assert weights(folder) == weights(straight)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_stopped_process_is_killed_and_the_run_restarted_by_our_launcher(runs, rank):
+    straight, ended = runs.train(2, write(runs, "straight"))
+    ended.ok()
+    config, folder = write(runs, callbacks=[{"name": "toy_stop", "step": 8, "rank": rank}]), runs.root / "run"
+    code, out, err = end(start("train", config, "--nproc", 2, "-q", "--max-restarts", 1, "--run-dir", folder))
+    assert code == 0, (out, err)
+    assert len(err) == 2
+    assert f"made no progress for 2 s: rank {rank} does not respond since step " in err[0]
+    assert err[1] == "etude: the processes hung; restart 1 of 1"
+    assert f"===== rank {1 - rank}" in (folder / "stacks.txt").read_text()
+    assert weights(folder) == weights(straight)
+
+
+@pytest.mark.slow
+def test_a_hang_without_restarts_is_one_line_and_exit_code_1(runs):
+    config = write(runs, loss={"name": "toy_endless_loss", "rank": 0})
+    code, _, err = end(start("train", config, "--nproc", 2, "-q", "--run-dir", runs.root / "run"))
+    assert (code, len(err)) == (1, 1)
+    assert "rank 0 is at step 7 in hang_forever" in err[0]
+    assert "etude resume" not in err[0]
+
+
+def test_noted_progress_and_the_last_save_in_the_background_may_take_longer(runs):
+    """Rank 0 is busy after a step; and then writes, while all others have nothing left to do."""
+    training = {"save_every_steps": None, "max_steps": 5, "async_save": True}
+    slow = [{"name": "toy_slow_rank", "step": 4, "seconds": 3.5}]
+    runs.train(2, write(runs, training=training, callbacks=slow))[1].ok()
+
+
+def test_compiling_may_take_longer():
+    """It is seen while a function is compiled, and not while the compiled function runs."""
+    places = []
+
+    def backend(graph, _inputs):
+        places.append(place_of(threading.get_ident()).may_take_long)
+
+        def run(*inputs):
+            places.append(place_of(threading.get_ident()).may_take_long)
+            return graph(*inputs)
+
+        return run
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert places == [True, False]
 
 
 def test_saving_and_validating_may_take_longer(runs):

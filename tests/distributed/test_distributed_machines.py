@@ -11,13 +11,15 @@ from contextlib import ExitStack
 import pytest
 from distributed_runs import TIMEOUT_S, without_announcements
 
-from etude.core.errors import ConfigError
+from etude.core.errors import ConfigError, ConnectionLost
+from etude.distributed.launch import LaunchOptions, launch
 from etude.distributed.network import (
     PEER_TIMEOUT_S,
     interface_of,
     local_address,
     notice_lost_machines,
     parse_endpoint,
+    wait_for_endpoint,
 )
 from run_files import records
 
@@ -152,6 +154,16 @@ def _addresses():
 def test_an_endpoint_needs_host_and_port(endpoint):
     with pytest.raises(ConfigError, match="--rdzv-endpoint"):
         parse_endpoint(endpoint)
+
+
+def test_a_machine_that_nobody_joins_says_so(monkeypatch):
+    monkeypatch.setattr("etude.distributed.launch.JOIN_TIMEOUT_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(ConnectionLost, match=f"fewer than 2 machines came to {endpoint} within 1 s"):
+        launch(["list"], LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=0), print)
+    with pytest.raises(ConnectionLost, match=f"nothing answers at {endpoint} after 1 s"):
+        wait_for_endpoint(endpoint, 1)
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from etude.distributed.launch import LaunchOptions
     ("options", "words"),
     [
         ({"nproc": "0"}, "--nproc 0"),
+        ({"nproc": ""}, "--nproc ''"),  # a variable of the shell that is not set
+        ({"nnodes": ""}, "--nnodes ''"),
         ({"nproc": "many"}, "--nproc many"),
         ({"nnodes": "2:1", "rdzv_endpoint": "a:1"}, "--nnodes 2:1"),
         ({"nnodes": "two"}, "--nnodes two"),

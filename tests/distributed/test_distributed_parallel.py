@@ -6,7 +6,7 @@ from test_distributed_equal import CASES, LOOSE
 
 from etude.checkpoint import read_checkpoint
 from grids import sampled
-from run_files import records
+from run_files import files_of, records
 
 pytestmark = pytest.mark.distributed
 
@@ -47,12 +47,6 @@ def check(runs, sizes, training, sections, layout, tolerance):
 def weights_of(folder):
     """The weights of the last checkpoint, put together if several processes wrote them."""
     return read_checkpoint(folder / "checkpoints" / "last").model_state
-
-
-def files_of(folder):
-    names = ("model*.safetensors", "state*.safetensors")
-    last = (folder / "checkpoints" / "last").resolve()
-    return {path.name: path.read_bytes() for name in names for path in sorted(last.glob(name))}
 
 
 @pytest.mark.parametrize("case", sampled(3, [name for name in CASES if name not in UNSUPPORTED]))
@@ -169,7 +163,29 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
     assert words in ended.said[0]
 
 
-@pytest.mark.parametrize("check_name", ["llama_tensor", "llama_sharded", "mlp_plan", "mlp_optimizer"])
+@pytest.mark.parametrize(
+    "check_name",
+    [
+        "sharded_like_alone",
+        "replicated_like_alone",
+        "plan_inside",
+        "deferred_views",
+        "what_is_not_divided",
+        "weight_on_one_rank",
+    ],
+)
+def test_models_of_every_kind(runs, check_name):
+    ended = runs.call(2, check_name)
+    assert set(ended.codes) == {0}, ended
+
+
+@pytest.mark.parametrize(
+    "check_name", ["llama_tensor", "llama_sharded", "mlp_plan", "mlp_optimizer", "mlp_double", "mlp_kernels"]
+)
 def test_models_of_other_people(runs, check_name):
     ended = runs.call(2, check_name)
     assert set(ended.codes) == {0}, ended
+
+
+def test_a_convolution_of_one_channel_trains_in_silence(runs):
+    runs.call(2, "lenet").ok()

@@ -114,15 +114,22 @@ def test_a_model_that_reads_its_input_has_unknown_activations(load):
     [
         (12, 4, {3: 4}, ""),
         (12, 5, {2: 3, 3: 2}, "no multiple of 5 processes"),
-        (12, 4096, {0: 4084, 1: 12}, "4,084 of them have no sample"),
+        (64, 40, {1: 30, 2: 10}, "more than the 50 samples of an epoch, so a step has 50"),
+        (100, 80, {0: 30, 1: 50}, "30 of 80 processes have none"),
     ],
 )
 def test_shares_of_the_batch(load, batch_size, world, shares, words):
     found = dry_run(load(training={"batch_size": batch_size}), world)
     assert dict(found.shares) == shares
     assert found.micro_batch == max(shares)
-    assert (found.steps_per_epoch, found.total_steps) == (5, 15)
+    assert (found.steps_per_epoch, found.total_steps) == ((5, 15) if batch_size == 12 else (1, 3))
     assert (len(found.warnings) == 1 and words in found.warnings[0]) if words else not found.warnings
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(13, {}), (4096, {}), (26, {"shard": 13})])
+def test_a_batch_with_too_few_samples_for_the_processes_is_refused_as_by_training(load, world, sizes):
+    with pytest.raises(ConfigError, match=f"batch_size 12 .* {world} processes"):
+        dry_run(load(parallel=sizes or "ddp"), world)
 
 
 def test_thousands_of_ranks_take_a_moment(load):

@@ -46,8 +46,8 @@ def captured(moments: Moments, step, *, needed: bool) -> Capture:
     recorder = RunAgain(step)
     record = recorder.record
 
-    def watched(function):
-        result, replay = record(moments.around(function, "record", "recorded"))
+    def watched(function, random):
+        result, replay = record(moments.around(function, "record", "recorded"), random)
         return result, moments.around(replay, "replay", "replayed")
 
     recorder.record = watched

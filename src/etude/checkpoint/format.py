@@ -1,4 +1,4 @@
-"""Saving a state as safetensors plus JSON: exact for trees of dicts, lists, tuples, numbers, strings and tensors."""
+"""Saving a state as safetensors plus JSON: exact for trees of dicts, lists, tuples, sets, numbers, strings, tensors."""
 
 import json
 import math
@@ -21,6 +21,7 @@ Structure = Any
 dict       {"dict": {key: node}}            string keys
            {"items": [[key, node], …]}      with integer keys
 tuple      {"tuple": [node, …]}             a list is a JSON list
+set        {"set": [node, …]}               of strings and integers, sorted
 tensor     {"tensor": name}                 tensors that share memory have one name
            {"complex": name}                stored as real and imaginary parts
 float      {"float": 16 hex digits}         the bits of inf and nan, which JSON lacks
@@ -46,7 +47,7 @@ DTYPES = {
 }
 """Dtypes that a safetensors file can hold, and their names there."""
 
-_ALLOWED = "allowed are dict, list, tuple, None, bool, int, float, str and tensors"
+_ALLOWED = "allowed are dict, list, tuple, set, None, bool, int, float, str and tensors"
 _MAX_DEPTH = 100
 
 
@@ -95,6 +96,8 @@ def _unpack(tensors: Mapping[str, Tensor], structure: Structure, depth: int) -> 
             return {_key(node): _unpack(tensors, item, depth + 1) for node, item in content}
         case "tuple":
             return tuple(_unpack(tensors, node, depth + 1) for node in content)
+        case "set":
+            return {_key(node) for node in content}
     return _leaf(tensors, kind, content)
 
 
@@ -144,10 +147,11 @@ class _Packer:
             return self._tensor(value, path)
         if isinstance(value, dict):
             return self._dict(value, path)
-        if type(value) is list:
-            return [self.node(item, (*path, str(i))) for i, item in enumerate(value)]
-        if type(value) is tuple or isinstance(value, torch.Size):
-            return {"tuple": [self.node(item, (*path, str(i))) for i, item in enumerate(value)]}
+        if type(value) in (list, tuple, torch.Size):
+            nodes = [self.node(item, (*path, str(i))) for i, item in enumerate(value)]
+            return nodes if type(value) is list else {"tuple": nodes}
+        if type(value) is set:
+            return {"set": self._set(value, path)}
         kind = type(value)
         raise self._error(path, f"is a {kind.__module__}.{kind.__qualname__}, which is not data; {_ALLOWED}")
 
@@ -159,6 +163,12 @@ class _Packer:
         if all(type(key) is str for key in nodes):
             return {"dict": nodes}
         return {"items": [[self.node(key, path), node] for key, node in nodes.items()]}
+
+    def _set(self, value: set[Any], path: tuple[str, ...]) -> Structure:
+        for item in value:
+            if type(item) is not str and type(item) is not int:
+                raise self._error(path, f"is a set with {item!r:.40}; items of sets must be strings or integers")
+        return [self.node(item, path) for item in sorted(value, key=lambda item: (type(item) is str, item))]
 
     def _tensor(self, value: Tensor, path: tuple[str, ...]) -> Structure:
         local = local_of(value)

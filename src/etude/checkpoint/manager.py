@@ -86,28 +86,14 @@ class CheckpointManager:
         if it cannot be written, on all ranks; earlier checkpoints are then unchanged.
         """
         world = World() if world is None else world
-        contents = self.prepare(
-            step, model_state=model_state, state=state, metrics=metrics, meta=meta, config=config, world=world
-        )
+        contents = Contents.of(model_state, state, self.facts(step, metrics or {}, meta or {}), config, world)
         world.attempt(lambda: self.write(step, contents, world), here=world.is_main or contents.is_sharded)
         return self.root / folder_name(step)
 
-    def prepare(
-        self,
-        step: int,
-        *,
-        model_state: Mapping[str, Any],
-        state: Any,
-        metrics: Mapping[str, float] | None = None,
-        meta: Mapping[str, Any] | None = None,
-        config: str = "",
-        world: World | None = None,
-    ) -> Contents:
-        """Return what `write` writes of a state. Its tensors are not copied. All ranks call this together."""
+    def facts(self, step: int, metrics: Mapping[str, float], meta: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `meta.json` of a checkpoint holds about it."""
         step = as_whole("step", step, least=0, error=CheckpointError)
-        judged = {"monitor": self.monitor, "mode": self.mode}
-        facts = {**(meta or {}), **judged, "step": step, "metrics": _numbers(metrics or {})}
-        return Contents.of(model_state, state, facts, config, world)
+        return {**meta, "monitor": self.monitor, "mode": self.mode, "step": step, "metrics": _numbers(metrics)}
 
     def write(self, step: int, contents: Contents, world: World) -> None:
         """Write what was prepared: called by rank 0, or by all ranks if the contents are sharded."""

@@ -214,15 +214,15 @@ def is_intact(folder: Path) -> bool:
     return True
 
 
-def read_checkpoint(folder: Path, *, lazy: bool = False, world: World | None = None) -> Checkpoint:
+def read_checkpoint(folder: Path | str, *, lazy: bool = False, world: World | None = None) -> Checkpoint:
     """Verify a checkpoint and read it; nothing in it can run code. Raises CheckpointError if it is damaged.
 
     With `lazy`, tensors are `SavedTensor`s, whose values are read when they are needed. With several ranks all of them
     call this, and all raise the same error.
     """
-    folder, world = follow(folder), World() if world is None else world
-    verify_checkpoint(folder, world)
-    checkpoint = world.attempt(lambda: _read_verified(folder, lazy=lazy))
+    found, world = follow(Path(folder)), World() if world is None else world
+    verify_checkpoint(found, world)
+    checkpoint = world.attempt(lambda: _read_verified(found, lazy=lazy))
     assert checkpoint is not None
     return checkpoint
 

@@ -73,6 +73,7 @@ def _launch(options: dict[str, Any], arguments: list[str]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch reads it
     from etude.core.errors import ConfigError
     from etude.distributed.launch import LaunchOptions, launch
+    from etude.distributed.network import JOIN_TIMEOUT_S
 
     if "RANK" in os.environ:
         raise ConfigError(
@@ -80,5 +81,6 @@ def _launch(options: dict[str, Any], arguments: list[str]) -> None:
         )
     asked = LaunchOptions(**options)
     if not asked.is_one_process:
-        print(f"starting {asked}", flush=True)
+        waits = f"; waiting for all of them, up to {JOIN_TIMEOUT_S} s" if asked.nodes[0] > 1 else ""
+        print(f"starting {asked}{waits}", flush=True)
         raise SystemExit(launch(arguments, asked, complain))

@@ -293,7 +293,7 @@ def _count_list(values: Sequence[Any], labels: Any) -> int | None:
 
 
 def is_empty(batch: Batch) -> bool:
-    """Whether a batch has tensors and all of them have zero samples.
+    """Whether a batch has tensors and all of them have zero samples; numbers belong to any batch.
 
     >>> import torch
     >>> is_empty({"x": torch.zeros(0, 3)}), is_empty({"x": torch.zeros(2, 3)}), is_empty(["words"])
@@ -308,7 +308,7 @@ def without_samples(batch: Batch) -> Batch:
 
     Raises DataError for a batch that cannot be sliced.
     """
-    nothing = map_tensors(batch, lambda tensor: tensor[:0])
+    nothing = map_tensors(batch, lambda tensor: tensor[:0] if tensor.dim() else tensor)
     if not is_empty(nothing):
         raise DataError(
             "the last batch of the epoch has fewer samples than there are processes, and a batch of type "
@@ -320,7 +320,8 @@ def without_samples(batch: Batch) -> Batch:
 
 def _lengths(batch: Batch) -> Iterator[int]:
     if isinstance(batch, Tensor):
-        yield batch.shape[0] if batch.dim() else 1
+        if batch.dim():
+            yield batch.shape[0]
     elif kind_of(batch) == "object":
         yield num_samples(batch)
     else:

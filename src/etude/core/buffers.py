@@ -93,7 +93,7 @@ class BufferGuard:
                 changed.append((place, before))
             elif now.is_contiguous() and before.is_contiguous():
                 usual.setdefault(now.dtype, []).append((now.view(-1), before.view(-1)))
-            elif _overlaps(now):
+            elif overlaps(now):
                 module._buffers[name] = torch.where(bad, before, now)
             else:
                 torch.where(bad, before, now, out=now)
@@ -119,7 +119,7 @@ def _put(place: Place, before: Tensor | None) -> None:
     if now is before:
         if now is not None and isinstance(module, _NormBase):  # it was lazy, and was initialised in this step
             module.reset_running_stats()
-    elif now is not None and before is not None and _are_alike(now, before) and not _overlaps(now):
+    elif now is not None and before is not None and _are_alike(now, before) and not overlaps(now):
         now.copy_(before)
     else:
         module._buffers[name] = None if before is None else before.clone()
@@ -139,7 +139,7 @@ def _are_alike(now: Tensor, before: Tensor) -> bool:
     return now.shape == before.shape and now.dtype == before.dtype and now.device == before.device
 
 
-def _overlaps(tensor: Tensor) -> bool:
+def overlaps(tensor: Tensor) -> bool:
     """Whether elements share memory, as in an expanded tensor: such a tensor cannot be written in place."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

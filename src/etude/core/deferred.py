@@ -5,7 +5,7 @@ state of the random generator. `draw` repeats it in the same order, so every wei
 have had, but only one whole tensor is in memory at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -53,6 +53,7 @@ class Recording:
         self._steps: list[_Step] = []
         self._sizes: dict[int, tuple[int, torch.dtype]] = {}
         self._kept: list[Tensor] = []  # so that no key is used twice
+        self._versions: dict[Tensor, int] = {}
 
     def add(
         self, operator: Callable[..., Any], weight: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
@@ -64,9 +65,13 @@ class Recording:
         view = weight.shape, weight.stride(), int(weight.storage_offset())
         self._steps.append(_Step(operator, key, view, rest, options))
 
-    def keys(self) -> set[int]:
-        """Return the keys of the memory of all weights that are initialised."""
-        return set(self._sizes)
+    def end(self, params: Iterable[Tensor]) -> None:
+        """Remember when the recording ended: later changes of these weights are not in it."""
+        self._versions = {param: param._version for param in params if param.is_meta}
+
+    def is_complete(self, param: Tensor) -> bool:
+        """Whether a weight is known, and nothing has changed it since the recording ended."""
+        return key_of(param) in self._sizes and self._versions.get(param) == param._version
 
     def draw(self, random_state: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield every weight that was initialised, by the key of its memory: a vector with all of its elements.
@@ -132,6 +137,7 @@ def deferred_weights() -> Iterator[None]:
     finally:
         nn.init._no_grad_trunc_normal_ = _truncated
         handle.remove()
+    recording.end(param for module in made for param in module.parameters(recurse=False))
     for module in made:
         _RECORDINGS[module] = recording
 

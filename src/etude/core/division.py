@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from etude.core.batch import Batch, JointBatch, count_samples
+from etude.core.batch import Batch, JointBatch, count_samples, without_samples
 from etude.core.errors import DataError
 from etude.core.forms import parts_of, with_parts
 
@@ -36,6 +36,19 @@ def divide(batch: Batch, count: int) -> list[Batch]:
     small, larger = divmod(samples, count)
     ends = [place * small + min(place, larger) for place in range(count + 1)]
     return [_cut(batch, samples, slice(*span)) for span in pairwise(ends)]
+
+
+def divide_exactly(batch: Batch, count: int) -> list[Batch]:
+    """Return a batch as `count` batches; those beyond its samples are empty, and every one has all streams.
+
+    >>> import torch
+    >>> [part.tolist() for part in divide_exactly(torch.arange(2), 3)]
+    [[0], [1], []]
+    """
+    if isinstance(batch, JointBatch):
+        return [JointBatch(parts) for parts in zip(*(divide_exactly(part, count) for part in batch), strict=True)]
+    parts = divide(batch, count)
+    return parts + [without_samples(batch) for _ in range(count - len(parts))]
 
 
 def _cut(value: Any, samples: int, span: slice) -> Any:

@@ -11,6 +11,7 @@ import torch
 from etude.core.batch import Batch
 from etude.core.by_epoch import ByEpoch
 from etude.core.errors import DataError
+from etude.data.order.permutation import Indices
 from etude.data.order.sampler import BatchSampler
 from etude.data.sources.samples import Place, SampledBatches, Samples, say_unused
 from etude.data.sources.streams import StreamBatches, StreamSource
@@ -137,8 +138,16 @@ class DataLoader:
 
     def indices(self, epoch: int, position: int) -> list[int] | None:
         """Return the indices in the data of this rank's batch at a position of an epoch; None for streams."""
-        source = self._source
-        return source.sampler.batch(epoch, position).tolist() if isinstance(source, SampledBatches) else None
+        return self.drawn(epoch, position)[""].tolist() if isinstance(self._source, SampledBatches) else None
+
+    def drawn(self, epoch: int, position: int) -> dict[str, Indices]:
+        """Return the indices in the data of this rank's batch at a position of an epoch, by stream; "" without streams.
+
+        >>> loader = DataLoader(torch.arange(5), batch_size=4, shuffle=False)
+        >>> [loader.shared(rank, 3).drawn(0, 0)[""].tolist() for rank in range(3)]
+        [[0], [1], [2, 3]]
+        """
+        return self._source_of(epoch).drawn(epoch, position)
 
     @property
     def can_use_workers(self) -> bool:

@@ -2,15 +2,16 @@
 
 import hashlib
 import json
+import math
 import platform
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from etude.core.errors import ConfigError
+from etude.core.errors import ConfigError, TrainingError
 from etude.core.spelling import shorten
 from etude.lazy import package_version
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _MOST = 3
 """Differences in one message."""
+_CLOSE = 0.01
+"""How much losses of the same samples may differ: rounding in half precision."""
 
 
 def check_same(world: "World", facts: Mapping[str, object], remedy: str) -> None:
@@ -34,6 +37,21 @@ def check_same(world: "World", facts: Mapping[str, object], remedy: str) -> None
         error = ConfigError(f"the processes of this run differ in {words}{more}; {remedy}")
         error.reported_elsewhere = not world.is_main
         raise error
+
+
+def check_losses(world: "World", sums: Mapping[str, Tensor]) -> None:
+    """Raise TrainingError if ranks that divide layers, and so have the same samples, found different losses."""
+    assert world.parent is not None
+    mine = [world.rank, {name: float(one) for name, one in sums.items()}]  # synchronises
+    first: dict[int, dict[str, float]] = {}
+    for rank, found in map(json.loads, world.parent.gather_text(json.dumps(mine))):
+        for name, value in first.setdefault(rank, found).items():
+            if not math.isclose(found[name], value, rel_tol=_CLOSE, abs_tol=1e-6) and math.isfinite(value):
+                raise TrainingError(
+                    f"processes that divide layers found different losses for the same samples ({name}: {value:g} and "
+                    f"{found[name]:g}), so the output of a layer is still divided; let the tensor plan end with "
+                    "rowwise or colwise_gathered"
+                )
 
 
 def _by_rank(values: list[object]) -> str:

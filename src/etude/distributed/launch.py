@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from etude.core.errors import ConfigError, ConnectionLost, TrainingError
@@ -32,7 +32,7 @@ from etude.distributed.network import (
     parse_endpoint,
     wait_for_endpoint,
 )
-from etude.launched import LAUNCHER, SHAPE
+from etude.launched import HUNG, LAUNCHER, SHAPE
 
 CORES_PER_PROCESS = 4
 """CPU cores of one process with `--nproc auto` where there is no GPU: every process has its own copy of the data."""
@@ -41,10 +41,12 @@ SAVE_GRACE_S = 300
 STORE_TIMEOUT_S = 60
 """How long the machine of the rendezvous may be silent."""
 EXPLAIN_S = 5
-"""How long a process that others have lost may take to say why it ends."""
+"""How long a process that others have lost, or that hung, may take to end by itself."""
 LAST_GRACE_S = 10
 """Time to end after the second signal."""
 RESUME = "a run can be continued from its last checkpoint by `etude resume`"
+EXPLAINED = {TrainingError.exit_code, ConnectionLost.exit_code, HUNG}
+"""Exit codes of processes that have said why they end, or of which another one knows."""
 FINAL = (2, 130)
 """Exit codes after which a restart would end the same way: a mistake of the user, an interrupt."""
 
@@ -75,13 +77,15 @@ class LaunchOptions:
     @property
     def nodes(self) -> tuple[int, int]:
         """The least and the most machines."""
-        first, _, last = (self.nnodes or "1").partition(":")
+        first, _, last = ("1" if self.nnodes is None else self.nnodes).partition(":")
         try:
             least, most = int(first), int(last or first)
         except ValueError:
             least, most = 0, 0
         if not 1 <= least <= most:
-            raise ConfigError(f"--nnodes {self.nnodes}: give a number, such as 2, or a range, such as 1:2")
+            raise ConfigError(
+                f"--nnodes {self.nnodes or repr('')}: give a number, such as 2, or a range, such as 1:2"
+            )
         return least, most
 
     @property
@@ -90,11 +94,11 @@ class LaunchOptions:
         if self.nproc == "auto":
             return torch.cuda.device_count() or max(1, _cores() // CORES_PER_PROCESS)
         try:
-            count = int(self.nproc or "1")
+            count = 1 if self.nproc is None else int(self.nproc)
         except ValueError:
             count = 0
         if count < 1:
-            raise ConfigError(f"--nproc {self.nproc}: give a number, such as 4, or auto")
+            raise ConfigError(f"--nproc {self.nproc or repr('')}: give a number, such as 4, or auto")
         return count
 
     @property
@@ -138,6 +142,11 @@ def launch(arguments: Sequence[str], options: LaunchOptions, complain: Callable[
             with agent.signals():
                 agent.run()
             agent.close()
+        except RendezvousTimeoutError as error:
+            raise ConnectionLost(
+                f"fewer than {options.nodes[0]} machines came to {options.rdzv_endpoint} within {JOIN_TIMEOUT_S} s; "
+                "start the same command on all of them, and let them reach its port"
+            ) from error
         except (RendezvousError, dist.DistError) as error:
             if options.nodes[1] == 1:
                 raise TrainingError(f"cannot start the processes: {_cause(error)}") from error
@@ -230,13 +239,20 @@ class Agent(LocalElasticAgent):
         return time.monotonic() < self._deadline
 
     def _is_explained_soon(self, codes: list[int | None]) -> bool:
-        """Whether processes have ended only because they lost one that is still busy ending, maybe by a mistake."""
+        """Whether some have ended and said why, or by losing another one: the rest is about to end by itself.
+
+        After a hang a process may be stopped, or hold the GIL: such a process hears no signal, and is killed.
+        """
         ended = {code for code in codes if code is not None}
-        if self._asked or None not in codes or ended != {ConnectionLost.exit_code}:
+        if self._asked or None not in codes or not ended or not ended <= EXPLAINED:
             self._lost_since = None
             return False
         self._lost_since = time.monotonic() if self._lost_since is None else self._lost_since
-        return time.monotonic() < self._lost_since + EXPLAIN_S
+        is_soon = time.monotonic() < self._lost_since + EXPLAIN_S
+        if HUNG in ended and not is_soon:
+            for process in self._processes().values():
+                process.kill()
+        return is_soon
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
@@ -248,6 +264,8 @@ class Agent(LocalElasticAgent):
 
     def _words(self) -> str:
         """Return what has ended the processes: of several causes the one that explains the others."""
+        if HUNG in self._ended.values():
+            return "the processes hung"
         size = self._worker_group.workers[0].world_size
         for rank, code in sorted(self._ended.items()):
             if code < 0:
@@ -263,11 +281,13 @@ class Agent(LocalElasticAgent):
         if self._asked:
             if not codes <= {0, 130}:
                 self._complain("stopped at once; earlier checkpoints are intact")
-            return 130
+            return 130 if codes else 0  # it had finished
         if final := codes & set(FINAL):
             return max(final)
         if not codes:
             return 0
+        if HUNG in codes:  # they have said so, and what to do
+            return 1
         self._complain(f"{self._words()}; {RESUME}")
         return ConnectionLost.exit_code if codes == {ConnectionLost.exit_code} else 1
 

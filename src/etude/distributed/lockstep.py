@@ -6,16 +6,21 @@ import torch
 import torch.distributed as dist
 
 from etude.core.batch import Batch, is_empty, map_tensors
+from etude.core.task import Terms
 from etude.distributed.world import World
 
 
 class Spare:
-    """A batch with samples, for a rank that has none: that of an earlier step, or at first of another rank."""
+    """A batch with samples, for a rank that has none: that of an earlier step, or at first of another rank.
+
+    Its loss is multiplied by 0, and a NaN would stay one: so the first batch with a finite loss is kept.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._batch: Batch | None = None
         self._is_shared = False
+        self._is_kept = False
 
     def instead_of(self, batch: Batch | None) -> Batch | None:
         """Return the batch if it has samples, else another one; None if no rank has ever had one.
@@ -23,11 +28,15 @@ class Spare:
         All ranks must call this together.
         """
         has_samples = batch is not None and not is_empty(batch)
-        if has_samples:
+        if has_samples and not self._is_kept:
             self._batch = batch
         if not self._is_shared:
             self._share()
         return batch if has_samples else self._batch
+
+    def judge(self, terms: Terms) -> None:
+        """Keep the last batch from now on if its losses are finite; until then this synchronises."""
+        self._is_kept = self._is_kept or all(bool(term.sum.isfinite()) for term in terms.values() if term.is_weighted)
 
     def _share(self) -> None:
         """Give a batch of another rank to those without, once."""

@@ -1,41 +1,48 @@
-"""Data parallelism: wrapping a model, local gradients, shared buffers, and ranks without samples."""
+"""Data parallelism: wrapping a model, local gradients, and ranks without samples."""
 
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, TrainingError
+from etude.core.model import linked
 from etude.core.task import LossTerm, Task, Terms
 from etude.distributed.lockstep import Spare
+from etude.distributed.shards import model_param
+from etude.distributed.sharing import share
 from etude.distributed.world import World
+
+_FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_BROADCAST = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
+"""Types that both gloo and NCCL communicate."""
 
 
 def wrap_data_parallel(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    *,
-    find_unused_parameters: bool = False,
+    model: nn.Module, world: World, device: torch.device, *, find_unused_parameters: bool = False
 ) -> nn.Module:
-    """Return the model wrapped in DistributedDataParallel, if there are several ranks.
+    """Return the model wrapped in DistributedDataParallel.
 
-    Buffers (running statistics) are broadcast from rank 0 before every step. Raises ConfigError if the optimizer
-    updates parameters outside the model, as they would differ between ranks.
+    Buffers (running statistics) are broadcast from rank 0 before every step.
     """
-    own = {id(param) for param in model.parameters()}
-    if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
-        raise ConfigError(
-            "the optimizer has parameters outside the model (for example of the loss); with several processes add "
-            "them to the model, so that they stay in sync"
-        )
+    # Of types that DDP cannot broadcast there are constants, such as the angles of rotary positions: once is enough.
+    unknown = {name: one for name, one in model.named_buffers() if one.dtype not in _BROADCAST and one.numel()}
+    if unknown:
+        share([*unknown.values()], world)
+        ignored = [*unknown, *(f"model.{name}" for name in unknown)]  # also inside `_Idle`
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     device_ids = [device.index] if device.type == "cuda" else None
+    if any(param.dim() == 4 and 1 in param.shape[1:] for param in model.parameters()):
+        # Both memory formats fit such a weight, and its gradient may have the other one: a few numbers are copied.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
     if not find_unused_parameters:
         # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
@@ -44,6 +51,16 @@ def wrap_data_parallel(
         for param in model.parameters():
             param.grad = None
     return wrapped
+
+
+def check_inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if an optimizer updates parameters outside the model: they would differ between ranks."""
+    own = {id(param) for param in model.parameters()}
+    if any(id(model_param(param)) not in own for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            "the optimizer has parameters outside the model (for example of the loss); with several processes add "
+            "them to the model, so that they stay in sync"
+        )
 
 
 @contextmanager
@@ -68,6 +85,14 @@ def is_sharded(model: nn.Module) -> bool:
     return package is not None and isinstance(model, package.FSDPModule)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights of a sharded model, so that its parameters are the shards again."""
+    if is_sharded(model):
+        for module in model.modules():
+            if is_sharded(module):
+                module.reshard()  # type: ignore[operator]
+
+
 def share_buffers_next(model: nn.Module) -> None:
     """Broadcast the buffers of rank 0 before the next forward pass, also if the last one failed on some rank."""
     if isinstance(model, DistributedDataParallel):
@@ -87,13 +112,11 @@ def idle_output(model: nn.Module) -> Tensor:
         )
     params = [param for param in model.parameters() if param.requires_grad]
     if not isinstance(model, DistributedDataParallel):
-        return _nothing_of(params)
-    if model.find_unused_parameters:
-        params = params[:1]  # other parameters are unused in this rank's loss, which torch detects
+        return _nothing_of(params, set())
     module = model.module
-    model.module = _Idle(module, params)
+    model.module = _Idle(module, params, are_used=not model.find_unused_parameters)
     try:
-        return model()  # type: ignore[no-any-return]
+        return model(0)  # type: ignore[no-any-return]
     finally:
         model.module = module
 
@@ -101,19 +124,33 @@ def idle_output(model: nn.Module) -> Tensor:
 class _Idle(nn.Module):
     """Replaces a model for one call; it has the same buffers."""
 
-    def __init__(self, model: nn.Module, params: list[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, params: list[nn.Parameter], *, are_used: bool) -> None:
         super().__init__()
         self.model = model
-        self._params_used = params
+        self._params, self._are_used = params, are_used
+        self._sparse = {one.weight for one in sparse_layers(model).values()}
 
-    def forward(self) -> Tensor:
-        """Return 0."""
-        return _nothing_of(self._params_used)
+    def forward(self, _: int) -> Tensor:
+        """Return 0, with zero gradients; without any if torch looks for parameters that no rank has used.
+
+        The argument is for DistributedDataParallel, which fails without one on CUDA.
+        """
+        if self._are_used:
+            return _nothing_of(self._params, self._sparse)
+        return linked(torch.zeros((), device=self._params[0].device), self._params[0])  # torch needs one to begin
 
 
-def _nothing_of(params: list[nn.Parameter]) -> Tensor:
-    """Return the sum over an empty slice of every parameter."""
-    return torch.stack([param.flatten()[:0].sum().float() for param in params]).sum()
+def _nothing_of(params: list[nn.Parameter], sparse: set[Tensor]) -> Tensor:
+    """Return the sum over an empty slice of every parameter; the gradient of those in `sparse` is sparse."""
+    nowhere = torch.empty(0, dtype=torch.int64, device=params[0].device)
+    parts = (F.embedding(nowhere, one, sparse=True) if one in sparse else one.flatten()[:0] for one in params)
+    return torch.stack([part.sum().float() for part in parts]).sum()
+
+
+def sparse_layers(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Return the layers whose weights have sparse gradients, by name."""
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))}
+    return {name: one for name, one in layers.items() if one.sparse}
 
 
 def nothing_of_terms(terms: Terms) -> Tensor:
@@ -136,28 +173,6 @@ def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
             f"parameters unused in the loss: {', '.join(missing[:3])}{rest}; all processes must all-reduce every "
             "parameter: freeze them with requires_grad_(False), or set training.find_unused_parameters=true"
         )
-
-
-def share_weights(model: nn.Module, world: World) -> None:
-    """Broadcast the parameters and buffers of rank 0, so that all ranks begin with the same weights."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel() and not tensor.is_meta:
-            world.broadcast(tensor.detach())
-
-
-def share_buffers(model: nn.Module, world: World) -> None:
-    """Broadcast the buffers of rank 0, so that all ranks evaluate the model that is saved."""
-    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-    if not buffers:
-        return
-    parts = [buffer.detach().flatten().contiguous().view(torch.uint8) for buffer in buffers]
-    data = torch.cat(parts)
-    world.broadcast(data)
-    if world.rank == 0:
-        return
-    with torch.no_grad():
-        for buffer, part in zip(buffers, torch.split(data, [part.numel() for part in parts]), strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned for any dtype
 
 
 class RankTask(Task):
@@ -189,6 +204,8 @@ class RankTask(Task):
             # Run the model first in both cases: it has collectives too, and ranks must run them in the same order.
             terms = {} if idle else self.task(model, batch, metrics=metrics)
             zero = self._zero(model, batch) if idle else None
+            if self.world.in_lockstep and not idle:
+                self._spare.judge(terms)
         except torch.OutOfMemoryError:
             if not self._agreed:  # other ranks wait for the names of the terms
                 self._agreed = self._agree({}, keeps=True)

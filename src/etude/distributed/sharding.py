@@ -6,6 +6,7 @@ whole. What needs all elements, the norm of the gradients, is summed over proces
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -26,6 +26,7 @@ from etude.core.blocks import modules_matching, repeated_blocks
 from etude.core.deferred import Recording, key_of
 from etude.core.errors import ConfigError
 from etude.distributed.mesh import Layout
+from etude.distributed.parallel import reshard, sparse_layers
 from etude.distributed.shards import is_sharded, local_of, part_of
 from etude.distributed.tensor_parallel import divide_layers
 from etude.distributed.world import World, run_collective
@@ -41,10 +42,16 @@ class LocalParameter(nn.Parameter):
 
 
 def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Collection[nn.Parameter] = ()) -> None:
-    """Divide a model over the processes of a layout, in place; `unsharded` parameters stay whole on every process.
+    """Divide a model over the processes of a layout, in place; `unsharded` parameters stay whole.
 
-    All processes must call this together, with the same weights.
+    So do those that torch cannot shard: single numbers, and empty ones. All processes must call this together, with
+    the same weights. Raises ConfigError if the model cannot be divided so.
     """
+    if sparse := sparse_layers(model):
+        raise ConfigError(
+            f"{next(iter(sparse))} has sparse gradients, which cannot be divided over processes; create it with "
+            "sparse=False, or use parallel: ddp"
+        )
     if layout.tensor_mesh is not None:
         divide_layers(model, layout.tensor_mesh, layout.settings.tensor_plan)
     if (mesh := layout.shard_mesh) is None:
@@ -55,12 +62,15 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
     settings = layout.settings
     chosen = precision if settings.param_dtype == "auto" else settings.param_dtype
     param_dtype = None if chosen == "fp32" else DTYPES[chosen]
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[settings.reduce_dtype])
+    # None sums in the dtype of the weights: fp32 is more than bf16 weights need, but less than float64 ones do.
+    is_double = any(param.dtype is torch.float64 for param in model.parameters())
+    reduce_dtype = None if is_double and settings.reduce_dtype == "fp32" else DTYPES[settings.reduce_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
-        "ignored_params": set(unsharded),
+        "ignored_params": {*unsharded, *(one for one in model.parameters() if not one.dim() or not one.numel())},
     }
     root = type(model).__name__
     for name in _blocks(model, settings.blocks):
@@ -73,12 +83,27 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
 
 
 def _blocks(model: nn.Module, pattern: str | None) -> list[str]:
+    """Return the modules that are gathered one at a time; what shares a parameter with others is gathered with them."""
     if pattern is None:
-        return repeated_blocks(model)
+        return _apart(model, repeated_blocks(model))
     if found := modules_matching(model, pattern):
+        if shared := [name for name in found if name not in _apart(model, found)]:
+            raise ConfigError(
+                f"parallel.blocks: {shared[0]} shares a parameter with another module, so both must be gathered "
+                "together; leave it out of the pattern"
+            )
         return found
     names = ", ".join(name for name, _ in model.named_children())
     raise ConfigError(f"parallel.blocks: no module matches '{pattern}' in {type(model).__name__}, which has {names}")
+
+
+def _apart(model: nn.Module, names: list[str]) -> list[str]:
+    """Return those of some modules that share no parameter with anything outside them."""
+    blocks = {name: model.get_submodule(name) for name in names}
+    inside = {one for block in blocks.values() for one in block.modules()}
+    holders = Counter(param for block in blocks.values() for param in block.parameters())
+    holders.update({param for one in model.modules() if one not in inside for param in one.parameters(recurse=False)})
+    return [name for name, block in blocks.items() if all(holders[param] == 1 for param in block.parameters())]
 
 
 class DeferredWeights:
@@ -87,17 +112,17 @@ class DeferredWeights:
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         """Raise ConfigError if it is not known what initialises a weight."""
         self._model, self._recording = model, recording
-        self._places = {
-            key_of(param): (name, (param.shape, param.stride(), param.storage_offset()))
-            for name, param in model.named_parameters()
-            if param.is_meta
-        }
-        known = recording.keys()
-        if missing := [name for key, (name, _) in self._places.items() if key not in known]:
-            raise ConfigError(
-                f"it is not known what initialises {missing[0]}, so it cannot be deferred; set parallel.meta_device to "
-                "false"
-            )
+        self._places: dict[int, list[tuple[str, Any]]] = {}
+        """By the key of their memory, which several weights may share."""
+        for name, param in model.named_parameters():
+            if param.is_meta:
+                if not recording.is_complete(param):
+                    raise ConfigError(
+                        f"it is not known what initialises {name}, so it cannot be deferred; initialise it inside "
+                        "deferred_weights(), or make the model plainly (parallel.meta_device: false)"
+                    )
+                view = param.shape, param.stride(), param.storage_offset()
+                self._places.setdefault(key_of(param), []).append((name, view))
 
     @torch.no_grad()
     def draw(self, device: torch.device, world: World) -> None:
@@ -106,17 +131,9 @@ class DeferredWeights:
         state = self._recording.random_state.clone()
         run_collective(lambda alias: dist.broadcast(alias, src=0, group=world.host_group), state)
         for key, values in self._recording.draw(state):
-            if key in self._places:
-                name, view = self._places[key]
+            for name, view in self._places.get(key, ()):
                 param = self._model.get_parameter(name)
                 local_of(param.detach()).copy_(part_of(values.as_strided(*view), param))
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the gathered weights of a model."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 class Shards:
@@ -170,7 +187,10 @@ class Shards:
             param = local.sharded
             if local.data_ptr() != param._local_tensor.data_ptr():  # torch has padded it before the first step
                 local.data = param._local_tensor
-            local.grad = None if param.grad is None else param.grad._local_tensor  # type: ignore[attr-defined]
+            grad = None if param.grad is None else param.grad._local_tensor  # type: ignore[attr-defined]
+            if grad is not None and grad.stride() != local.stride():  # which fused kernels do not check
+                grad = torch.empty_like(local).copy_(grad)
+            local.grad = grad
         self._average([param.grad for param in self._whole if param.grad is not None])
 
     def _average(self, grads: Sequence[Tensor]) -> None:

@@ -17,7 +17,9 @@ _WAITS = (
     *(str(_OURS / name) for name in ("distributed", "engine")),
 )
 """Code in which a process waits for other processes or for its device: backward passes all-reduce the gradients."""
-_SAVING = ("Loop._save", str(_OURS / "engine/loop.py"))
+_SAVING = {(f"Loop.{name}", str(_OURS / "engine/loop.py")) for name in ("_save", "_settle")}
+_COMPILING = {str(_TORCH / name) for name in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")}
+"""Code that is on the stack while torch compiles, and not while compiled code runs."""
 _STANDARD = (str(Path(os.__file__).parent), str(_TORCH), "<")  # the last: code without a file
 
 
@@ -27,8 +29,8 @@ class Place:
 
     waits: bool
     """It waits for other processes or for the device."""
-    saves: bool
-    """It writes a checkpoint."""
+    may_take_long: bool
+    """It writes a checkpoint, waits until one is written in the background, or compiles."""
     where: str
     """The innermost function of the user's code, or of this library: `loss (components.py:31)`."""
 
@@ -37,9 +39,10 @@ def place_of(thread: int) -> Place:
     """Return what a thread, given by its id, is doing now."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return Place(waits=False, saves=False, where="nowhere: its thread has ended")
+        return Place(waits=False, may_take_long=False, where="nowhere: its thread has ended")
     calls = [(one.f_code.co_qualname, one.f_code.co_filename) for one in _outwards(frame)]
-    return Place(calls[0][1].startswith(_WAITS), _SAVING in calls, _where(frame))
+    may_take_long = not _SAVING.isdisjoint(calls) or not _COMPILING.isdisjoint(path for _, path in calls)
+    return Place(calls[0][1].startswith(_WAITS), may_take_long, _where(frame))
 
 
 def _where(frame: FrameType) -> str:

@@ -39,9 +39,15 @@ def divide_layers(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = 
 
 
 def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
-    """Return the model's own plan: ours have `tensor_plan`, those of Hugging Face `_tp_plan`."""
+    """Return the model's own plan: ours have `tensor_plan`, those of Hugging Face `_tp_plan`.
+
+    The plan of a model with another one inside, such as the trunk of several tasks, is that of the inner one.
+    """
     if isinstance(model, HasTensorPlan):
         return model.tensor_plan(size)
+    for name, child in model.named_children():
+        if isinstance(child, HasTensorPlan):
+            return {f"{name}.{pattern}": style for pattern, style in child.tensor_plan(size).items()}
     found = getattr(model, "_tp_plan", None)
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(

@@ -37,7 +37,7 @@ from etude.core.errors import TrainingError
 from etude.core.run_layout import STACKS
 from etude.distributed.stacks import place_of, stacks_of_all
 from etude.distributed.world import World, progress_made
-from etude.launched import is_launched
+from etude.launched import HUNG, is_launched
 
 T = TypeVar("T")
 logger = logging.getLogger("etude")
@@ -61,7 +61,7 @@ class Report:
     rank: int
     step: int
     waits: bool
-    saves: bool
+    may_take_long: bool
     where: str
     stacks: str
 
@@ -180,7 +180,9 @@ class Watchdog:
         """Report where this rank is; one rank decides from all reports what to do."""
         rank = self._world.rank
         place = place_of(self._watched)
-        mine = Report(rank, self._clock.step, place.waits, place.saves, place.where, stacks_of_all(self._watched))
+        mine = Report(
+            rank, self._clock.step, place.waits, place.may_take_long, place.where, stacks_of_all(self._watched)
+        )
         self._try(lambda store: store.set(f"{inquiry}/report/{rank}", json.dumps(asdict(mine))))
         if self._try(lambda store: store.add(f"{inquiry}/judge", 1)) == 1:
             reports = self._reports(inquiry)
@@ -218,11 +220,11 @@ class Watchdog:
         return found
 
     def _judge(self, reports: dict[int, Report]) -> str:
-        """Return the message about a hung run; empty if some rank is only slow: it saves, or nobody waits for it."""
+        """Return the message about a hung run; empty if a rank is only slow: it saves or compiles, or nobody waits."""
         absent = [rank for rank in range(self._world.size) if rank not in reports]
         busy = [one for one in reports.values() if not one.waits]
         waiting = [one for one in reports.values() if one.waits]
-        if any(one.saves for one in busy) or not waiting:
+        if any(one.may_take_long for one in busy) or not waiting:
             return ""
         if not busy and not absent:
             last = min(one.step for one in waiting)
@@ -237,7 +239,9 @@ class Watchdog:
         if (left := self._read(f"left/{rank}", 0.0)) is not None:
             return f"rank {rank} {left}"
         step = self._read(f"step/{rank}", 0.0) or "0"
-        return f"rank {rank} does not respond (stopped, or its machine is gone), so its stack is unknown; step {step}"
+        return (
+            f"rank {rank} does not respond since step {step} (stopped, or its machine is gone): its stack is unknown"
+        )
 
     def _alone(self) -> str:
         return (
@@ -249,7 +253,10 @@ class Watchdog:
         return f"the {self._world.size} processes made no progress for {self._timeout_s:g} s"
 
     def _remedy(self) -> str:
-        return "; resume from the last checkpoint, or if a step may take so long, raise training.collective_timeout_s"
+        return (
+            "; resume from the last checkpoint. If this may take so long, raise training.collective_timeout_s, or call "
+            "etude.distributed.note_progress() in it now and then"
+        )
 
     def _write(self, reports: dict[int, Report]) -> str:
         """Write the stacks of all ranks and say where; on standard error if there is no folder."""
@@ -286,7 +293,7 @@ class Watchdog:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        os._exit(1 if is_launched() else error.exit_code)  # a launcher of ours restarts what ends with 1
+        os._exit(HUNG if is_launched() else error.exit_code)
 
     def _wait_for_others(self, key: str, count: int) -> None:
         deadline = time.monotonic() + _END_S + self._reply_s

@@ -9,6 +9,7 @@ from torch import nn
 from etude.core import Batch, ConfigError, Task
 from etude.core.model import clean_name, unwrap
 from etude.core.spelling import names_matching
+from etude.distributed.shards import model_param
 from etude.engine.objective import Objective, ObjectiveParts
 
 
@@ -75,7 +76,7 @@ class AlternatingObjective(Objective):
         """Parameters of other turns; parameters that are frozen stay so."""
         self._taken = -1
         task.turn_at(0)  # refuses invalid turns early
-        trained = {id(param) for param in parts.params}
+        trained = {id(model_param(param)) for param in parts.params}
         named = {clean_name(name): param for name, param in unwrap(parts.model).named_parameters()}
         for turn, patterns in task.turns.items():
             for name in names_matching(patterns, named, f"{type(task).__name__}.turns.{turn}"):

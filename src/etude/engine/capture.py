@@ -121,8 +121,6 @@ class Capture:
             raise Unfit("a callback reads the gradients of every step")
         if not step.objective.is_capturable:
             raise Unfit(f"{type(step.objective).__name__} decides on the host")
-        if step.second_pass is not None and step.second_pass.has_drawn:
-            raise Unfit("the second gradients of a step repeat its random numbers (dropout), which a graph cannot")
         form = form_of(micro_batches, tensors)
         device = step.updater.device
         if any(tensor.device != device for tensor in tensors):
@@ -236,7 +234,8 @@ class Capture:
                 numbers.write(packed)
                 return packed
 
-            _, replay = self.recorder.record(run)
+            second = self.step.second_pass
+            _, replay = self.recorder.record(run, second.before_recording() if second is not None else None)
         except BaseException as error:
             self.recorder.recover()
             set_rng_state(kept)

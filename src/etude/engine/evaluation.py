@@ -13,7 +13,8 @@ from etude.core.random import aside
 from etude.core.task import as_task, check_terms
 from etude.distributed import World
 from etude.distributed.lockstep import rounds
-from etude.distributed.parallel import share_buffers
+from etude.distributed.parallel import reshard
+from etude.distributed.sharing import share_buffers
 from etude.distributed.world import note_progress
 from etude.engine.captured_evaluation import COUNT, SUM, CapturedEvaluation, EvaluationNumbers
 from etude.engine.explain import explained
@@ -166,7 +167,7 @@ def _add_up(
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every submodule into eval mode, and restore its mode afterwards."""
+    """Put every submodule into eval mode, and restore its mode afterwards; weights that were gathered are freed."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -174,3 +175,4 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        reshard(model)

@@ -205,6 +205,21 @@ def explain_out_of_memory(device: torch.device, place: str, remedies: Callable[[
 
 
 @contextlib.contextmanager
+def explain_compiler_disk() -> Iterator[None]:
+    """Turn an error of torch's compiler about a full disk into one message with the remedies."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = re.search(r"No space left on device|File too large|Disk quota exceeded", str(error))
+        if said is None or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise TrainingError(
+            f"the compiler cannot write its files: {said.group()}; set TORCHINDUCTOR_CACHE_DIR to a folder with space, "
+            "or training.compile=false"
+        ) from error
+
+
+@contextlib.contextmanager
 def explain_single_sample() -> Iterator[None]:
     """Turn torch's error about batch statistics of a single sample into one message with the remedies."""
     try:

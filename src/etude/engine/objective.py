@@ -4,7 +4,7 @@ A task returns sums and counts. The gradients of the sums add up over micro-batc
 the count over all of them: k micro-batches of b samples are one batch of k·b samples, with any masks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -72,6 +72,8 @@ class Objective:
         """Divisor of each term before its backward pass; None while the step has only one term."""
         self._single: tuple[str, Tensor | float] | None = None
         """Name and count of the only term."""
+        self._count_of_ranks: Callable[[], Counts] | None = None
+        """Waits for the count of the only term over all ranks, if they have begun to add it up."""
         self._counts_of = task.counts
         self._is_checked = False  # the return value of a task is checked once
 
@@ -81,7 +83,7 @@ class Objective:
         """Reset for a new step."""
         self.micro_batches, self.step = micro_batches, step
         self.sums, self.counts = {}, {}
-        self.totals = self._single = None
+        self.totals = self._single = self._count_of_ranks = None
         if self.defers:
             share_buffers_next(self.parts.model)
 
@@ -96,11 +98,13 @@ class Objective:
         """Add the terms of a micro-batch and run its backward pass."""
         weighted = self.add(terms)
         if not weighted:
+            self._begin_count()  # as ranks do that have something to learn
             self.all_reduce_nothing()
             return
         if self.totals is None:
             if self._are_single(weighted):
                 self._count_single(weighted)
+                self._begin_count()
             else:
                 self._divide_from_now_on(weighted)
         self.run_backward(weighted)
@@ -114,7 +118,8 @@ class Objective:
         if self._single is None:
             raise self.nothing_to_learn()
         name, count = self._single
-        return self.undo_average(self.over_ranks({name: count})[name])
+        totals = self.over_ranks({name: count}) if self._count_of_ranks is None else self._count_of_ranks()
+        return self.undo_average(totals[name])
 
     def after_update(self) -> None:
         """Called after the update."""
@@ -147,6 +152,12 @@ class Objective:
     def _count_single(self, weighted: Terms) -> None:
         ((name, term),) = weighted.items()
         self._single = name, term.count if self._single is None else self._single[1] + term.count
+
+    def _begin_count(self) -> None:
+        """Add the count of the step over ranks while its last backward pass runs: nothing waits for it then."""
+        world = self.parts.world
+        if self._is_last and self.totals is None and world.size > 1 and not world.in_lockstep:
+            self._count_of_ranks = self._over_ranks_later({"": 0.0} if self._single is None else dict([self._single]))
 
     def _divide_from_now_on(self, weighted: Terms) -> None:
         """From now on divide every term before its backward pass; divide the gradients so far by the same total."""
@@ -233,16 +244,20 @@ class Objective:
                 )
             for name, count in ahead.items():
                 totals[name] = totals.get(name, 0.0) + count
-        if not totals:
-            return totals
-        return self.over_ranks({name: totals[name] for name in sorted(totals)})  # in the same order on every rank
+        return self.over_ranks(totals) if totals else totals
 
     def over_ranks(self, counts: Counts) -> Counts:
         """Return counts over all ranks, with zeros replaced."""
         if self.parts.world.size > 1:
-            row = torch.stack([_on_device(count, self.parts.device) for count in counts.values()])
-            counts = dict(zip(counts, self.parts.world.sum(row).unbind(), strict=True))
+            return self._over_ranks_later(counts)()
         return {name: _nonzero(count) for name, count in counts.items()}
+
+    def _over_ranks_later(self, counts: Counts) -> Callable[[], Counts]:
+        """Begin to add counts over all ranks; return a function that waits for them."""
+        names = sorted(counts)  # in the same order on every rank
+        row = torch.stack([_on_device(counts[name], self.parts.device) for name in names])
+        total = self.parts.world.sum_later(row)
+        return lambda: {name: _nonzero(one) for name, one in zip(names, total().unbind(), strict=True)}
 
     def undo_average(self, divisor: Tensor | float) -> Tensor | float:
         """Check that the gradients are complete; data parallelism averages over ranks, but a sum is needed."""

@@ -14,7 +14,7 @@ from etude.core.model import unwrap
 from etude.core.random import aside
 from etude.distributed import World
 from etude.distributed.lockstep import rounds
-from etude.distributed.parallel import share_buffers
+from etude.distributed.sharing import share_buffers
 from etude.distributed.world import note_progress
 from etude.engine.evaluation import eval_mode
 from etude.engine.explain import explained

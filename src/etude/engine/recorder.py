@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from etude.core.forms import parts_of
+from etude.core.random import GraphReplay
 from etude.engine.host_state import PLAIN
 
 T = TypeVar("T")
@@ -23,8 +24,13 @@ GPU_BOUND = 0.6
 class Recorder(Protocol):
     """Records the device work of a function without running it."""
 
-    def record(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        """Return the function's result, in memory that every replay fills, and a function that replays it."""
+    def record(
+        self, function: Callable[[], Tensor], random: GraphReplay | None = None
+    ) -> tuple[Tensor, Callable[[], object]]:
+        """Return the function's result, in memory that every replay fills, and a function that replays it.
+
+        `random` is what the function draws random numbers again with.
+        """
 
     def recover(self) -> None:
         """Make the device usable again after `record` has failed."""
@@ -51,9 +57,13 @@ class CudaRecorder:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         """Graphs in the pool."""
 
-    def record(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    def record(
+        self, function: Callable[[], Tensor], random: GraphReplay | None = None
+    ) -> tuple[Tensor, Callable[[], object]]:
         """Record the function on a stream of its own; other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
+        if random is not None:
+            graph.register_generator_state(random.state)
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         with (
@@ -63,7 +73,14 @@ class CudaRecorder:
         ):
             result = function()
         self._graphs.add(graph)
-        return result, graph.replay
+        if random is None:
+            return result, graph.replay
+
+        def replay() -> None:
+            random.align()
+            graph.replay()
+
+        return result, replay
 
     def recover(self) -> None:
         """Wait for the device, and give the random generator a state that no failed recording holds."""

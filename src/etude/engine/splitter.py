@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from etude.core import Batch, DataError, Task
 from etude.core.batch import num_samples
-from etude.core.division import divide
+from etude.core.division import divide, divide_exactly
 from etude.core.random import rewinder
 from etude.distributed import World
 from etude.engine.explain import is_out_of_memory
@@ -51,14 +51,18 @@ class MicroBatchSplitter:
         self.given = self.size = None if size is None else int(size)
 
     def divided(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the micro-batches of some batches; raise DataError if a batch cannot be divided."""
+        """Return the micro-batches of some batches; raise DataError if a batch cannot be divided.
+
+        All ranks get equally many: they run a divided model together, and exchange counts of terms per step.
+        """
         if self.size is None:
             return batches
         most = max(1, self.size // self.world.size)
-        counts = [-(-num_samples(batch) // most) for batch in batches]
+        counts = self.world.host_max([-(-num_samples(batch) // most) for batch in batches])
         if all(count <= 1 for count in counts):
             return batches
-        return [part for batch, count in zip(batches, counts, strict=True) for part in divide(batch, count)]
+        parts_of = divide if self.world.size == 1 else divide_exactly
+        return [part for batch, count in zip(batches, counts, strict=True) for part in parts_of(batch, max(1, count))]
 
     def run(
         self,

@@ -359,15 +359,8 @@ class Saver:
             frozen = self._frozen
             replaced = world.attempt(lambda: frozen.replaced(model_state), here=world.is_main)
             model_state = model_state if replaced is None else replaced
-        return self.manager.prepare(
-            clock.step,
-            model_state=model_state,
-            state=rest,
-            metrics=metrics,
-            meta=meta,
-            config=self._config,
-            world=world,
-        )
+        facts = self.manager.facts(clock.step, metrics, meta)
+        return Contents.of(model_state, rest, facts, self._config, world)
 
     def _moment(self) -> tuple[int, int]:
         return self._state.clock.step, self._state.clock.epoch

@@ -16,6 +16,7 @@ from etude.core.by_epoch import ByEpoch
 from etude.core.spans import span
 from etude.core.task import as_task
 from etude.distributed import World
+from etude.distributed.agreement import check_losses
 from etude.engine.callback import Callback, Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
@@ -79,6 +80,7 @@ class Step:
         if updater.needs_second_gradient:
             self.second_pass = SecondPass(model, self.objective, updater)
         self._is_announced = False
+        self._is_compared = False
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Train on the micro-batches of one step; raise DataError for mismatched tensors."""
@@ -111,6 +113,9 @@ class Step:
             self.second_pass.remember()
         count = self._gradients(micro_batches)
         sums, counts = objective.sums, objective.counts
+        if self.world.parent is not None and not self._is_compared:
+            self._is_compared = True
+            check_losses(self.world, sums)
         if self.second_pass is not None:
             count = self.second_pass.run(lambda: self._gradients(micro_batches))
         for one in self.watchers:

@@ -17,6 +17,7 @@ from etude.distributed import World
 from etude.engine.slow_rank import SlowRank
 from etude.engine.step import Step
 from etude.engine.step_log import RunningSums, StepLog
+from etude.launched import is_launched
 
 AFTER_STEP = "after this step"
 IN_VALIDATION = "now: this validation is repeated when the run is resumed"
@@ -79,7 +80,8 @@ class Interrupts:
         self.requested = signal.Signals(number).name
         if self.requested == "SIGHUP":
             _leave_terminal()
-        if self._say is not None:
+        # A launcher of ours ends processes with SIGTERM after another one has failed, which it says itself.
+        if self._say is not None and not (self.requested == "SIGTERM" and is_launched()):
             self._say(
                 f"stopping {IN_VALIDATION if self.may_cut_off else AFTER_STEP}; press Ctrl-C again to stop at once"
             )

@@ -161,13 +161,7 @@ def build_trainer(
         data.splits.vocab_size,
         facts={"experiment": config.name},
     )
-    for feature in data.features:
-        feature.before_model(draft)
-    sizes = data.splits.model_sizes()
-    if draft.vocab_size is not None:
-        sizes["vocab_size"] = draft.vocab_size
-    check_sizes(config, selection, sizes)
-    draft.facts["model_sizes"] = sizes
+    sizes = sizes_of(config, data, draft)
     if isinstance(transform := training.batch_transform, Selection):
         built = build_component(config, "training.batch_transform", transform, **sizes)
         training = training.model_copy(update={"batch_transform": built})
@@ -259,7 +253,19 @@ def flat(facts: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str, Any]) -> None:
+def sizes_of(config: ExperimentConfig, data: Data, draft: RunDraft) -> dict[str, Any]:
+    """Return the sizes that the data and the features give the model, and note them in the draft."""
+    for feature in data.features:
+        feature.before_model(draft)
+    sizes = data.splits.model_sizes()
+    if draft.vocab_size is not None:
+        sizes["vocab_size"] = draft.vocab_size
+    _check_sizes(config, config.require("model"), sizes)
+    draft.facts["model_sizes"] = sizes
+    return sizes
+
+
+def _check_sizes(config: ExperimentConfig, model: Selection, sizes: Mapping[str, Any]) -> None:
     """Refuse a model that lacks a required size, or whose vocabulary is smaller than that of the data."""
     parameters = inspect.signature(model.component.factory).parameters
     for name in MODEL_SIZES:

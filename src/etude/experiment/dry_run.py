@@ -29,11 +29,11 @@ from etude.distributed import World
 from etude.distributed.mesh import DATA, SHARD, TENSOR, Layout
 from etude.distributed.settings import ParallelConfig, Sizes, memory_of
 from etude.distributed.sharding import divide_model
-from etude.experiment.build import Data, build_component, build_data, check_sizes
+from etude.experiment.build import Data, build_component, build_data, sizes_of
 from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
 from etude.experiment.config import ExperimentConfig
 from etude.trainer import TrainerConfig
-from etude.trainer.loaders import num_batches, planned_steps
+from etude.trainer.loaders import check_shares, num_batches, planned_steps
 
 MOST_WORLD = 2**17
 MOST_CHECKED = 2_000_000
@@ -157,13 +157,7 @@ def _meta_model(config: ExperimentConfig, data: Data) -> nn.Module:
     """Return the model with the sizes of the data, without memory for its weights."""
     selection = config.require("model")
     draft = RunDraft(config.sections, config.document, 1, data.splits, data.splits.vocab_size)
-    for feature in data.features:
-        feature.before_model(draft)
-    sizes = data.splits.model_sizes()
-    if draft.vocab_size is not None:
-        sizes["vocab_size"] = draft.vocab_size
-    check_sizes(config, selection, sizes)
-    draft.facts["model_sizes"] = sizes
+    sizes = sizes_of(config, data, draft)
     draft.model = on_meta(partial(build_component, config, "model", selection, **sizes))
     for feature in data.features:
         on_meta(partial(feature.after_model, draft))
@@ -245,7 +239,8 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
     found.steps_per_epoch = planned_steps(training.model_copy(update={"epochs": 1, "max_steps": None}), batches)
     found.total_steps = planned_steps(training, batches)
     source, world = loader._source, found.sizes.replicas
-    spans = [size]
+    check_shares(loader, world)
+    spans = [min(size, loader.epoch_samples)]
     if isinstance(source, StreamBatches):
         spans = [span.stop - span.start for span in source.plan.spans(0, 0)]
     shares = sum((share_sizes(count, world) for count in spans), np.zeros(world, dtype=np.int64))
@@ -258,10 +253,11 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
 
 def _share_warnings(found: DryRun) -> Iterator[str]:
     size, world = found.batch_size or 0, found.sizes.replicas
-    if idle := found.shares.get(0, 0):
+    if (drawn := sum(count * many for count, many in found.shares.items())) < size:
+        idle = found.shares.get(0, 0)
         yield (
-            f"training.batch_size {size:,} is less than {world:,} {_parts(found)}: {idle:,} of them have no sample in "
-            f"a step; use training.batch_size={world} or more, or at most {size:,} {_parts(found)}"
+            f"training.batch_size {size:,} is more than the {drawn:,} samples of an epoch, so a step has {drawn:,}"
+            + (f"; {idle:,} of {world:,} {_parts(found)} have none of them" if idle else "")
         )
     elif len(found.shares) > 1:
         most = max(found.shares)
@@ -282,12 +278,11 @@ def share_sizes(count: int, world: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     >>> share_sizes(5, 3).tolist()
     [1, 2, 2]
     """
-    edges = np.array([share(0, count, rank, world) for rank in range(world)])
-    assert edges[0, 0] == 0
-    assert edges[-1, 1] == count
-    assert (edges[1:, 0] == edges[:-1, 1]).all(), "a sample is lost, or drawn by two ranks"
-    sizes: np.ndarray[Any, np.dtype[np.int64]] = edges[:, 1] - edges[:, 0]
-    return sizes
+    begins, ends = share(0, count, np.arange(world), world)
+    assert begins[0] == 0
+    assert ends[-1] == count
+    assert (begins[1:] == ends[:-1]).all(), "a sample is lost, or drawn by two ranks"
+    return ends - begins
 
 
 def check_order(loader: DataLoader) -> None:

@@ -217,9 +217,11 @@ class RankTasks(Task):
         total: Terms = {}
         for part in batch if isinstance(batch, JointBatch) else [batch]:
             names = tuple(self.task.weighted_terms(part))
-            used = self._spares.setdefault(names, Spare(self.world)).instead_of(part)
+            spare = self._spares.setdefault(names, Spare(self.world))
+            used = spare.instead_of(part)
             if used is part:
                 terms = self.task(model, used, metrics=metrics)
+                spare.judge(terms)
             else:
                 zero = nothing_of_terms(self.task.lend(model, used))
                 terms = {name: _absent(name, zero) for name in names}

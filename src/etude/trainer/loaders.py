@@ -410,17 +410,23 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
 
 
 def _divided(loader: DataLoader, world: World) -> DataLoader:
-    found, size = loader.world_size, min([loader.batch_size, *(loader.batch_sizes or {}).values()])
+    found = loader.world_size
     if found not in (1, world.size):
         raise ConfigError(
             f"the DataLoader was created for {found} processes, but there are {world.size}; create it in the run"
         )
-    if size < world.size:
+    check_shares(loader, world.size)
+    return loader if found == world.size else loader.shared(world.rank, world.size)
+
+
+def check_shares(loader: DataLoader, world_size: int) -> None:
+    """Raise ConfigError if a batch has too few samples to give every rank one."""
+    size = min([loader.batch_size, *(loader.batch_sizes or {}).values()])
+    if size < world_size:
         raise ConfigError(
-            f"batch_size {size} is divided among all {world.size} processes, so it must be at least {world.size}; "
+            f"batch_size {size} is divided among all {world_size} processes, so it must be at least {world_size}; "
             "increase it or use fewer processes"
         )
-    return loader if found == world.size else loader.shared(world.rank, world.size)
 
 
 def _gives_all(loader: TorchDataLoader[Any], world: World) -> bool:

@@ -15,13 +15,14 @@ from etude.core.blocks import repeated_blocks
 from etude.core.deferred import recording_of
 from etude.distributed import World, join_world
 from etude.distributed.mesh import Layout, make_layout
-from etude.distributed.parallel import share_weights
 from etude.distributed.settings import ParallelConfig, memory_of
+from etude.distributed.sharing import separate_buffers, share_weights
 from etude.engine.capture import CaptureMode
 from etude.engine.captured_evaluation import CapturedEvaluation
 from etude.engine.compiled import CompileMode, Way
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
+    explain_compiler_disk,
     explain_out_of_memory,
     explain_single_sample,
     explain_worker_failure,
@@ -121,15 +122,19 @@ class Machine:
 
     def place(self, model: nn.Module, config: TrainerConfig) -> None:
         """Move a model to the device; recompute its activations and compile it if the config says so."""
-        if recording_of(model) is not None:
-            if not self.layout.sizes.divides_model:
-                raise ConfigError(
-                    "a model with deferred weights must be divided: set parallel to fsdp, or make it plainly"
-                )
-        else:
+        divides = self.layout.sizes.divides_model
+        if recording_of(model) is None:
             model.to(self.device)
-            if self.layout.sizes.divides_model:
-                share_weights(model, self.world)
+        elif divides:
+            model._apply(lambda one: one if one.is_meta else one.to(self.device))
+        else:
+            raise ConfigError(
+                "a model with deferred weights must be divided: set parallel to fsdp, or make it plainly"
+            )
+        if self.world.size > 1:
+            separate_buffers(model)
+        if divides:
+            share_weights(model, self.world)
         if config.recomputed_blocks is not None:
             recompute_activations(model, **config.recomputed_blocks)
         if self.compiled(config.compile) == "model":
@@ -173,7 +178,7 @@ class Machine:
             return [*found, "a smaller model or shorter inputs"]
 
         memory = explain_out_of_memory(self.device, "", remedies)
-        with self.current(), explain_worker_failure(), explain_single_sample(), memory:
+        with self.current(), explain_worker_failure(), explain_single_sample(), explain_compiler_disk(), memory:
             yield
 
     @contextmanager

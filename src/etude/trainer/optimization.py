@@ -14,7 +14,7 @@ from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
 from etude.core.deferred import recording_of
 from etude.distributed.agreement import check_model
-from etude.distributed.parallel import wrap_data_parallel
+from etude.distributed.parallel import check_inside, wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
 from etude.engine.captured_evaluation import CapturedEvaluation
@@ -74,9 +74,11 @@ def make_step(
         made = make_optimizer(optimizer, model, config, shards)
         task.extend(made)
         wrapped = model
+        if machine.world.size > 1:
+            check_inside(model, made)
         if machine.world.size > 1 and shards is None:
             unused = config.find_unused_parameters or not uses_all_parameters
-            wrapped = wrap_data_parallel(model, made, machine.device, find_unused_parameters=unused)
+            wrapped = wrap_data_parallel(model, machine.world, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     if shards is not None:
         check_elementwise(made)

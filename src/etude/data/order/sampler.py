@@ -3,17 +3,23 @@
 import copy
 from collections.abc import Iterator
 from itertools import chain
+from typing import TypeVar
 
 from etude.core.arguments import as_whole
 from etude.core.errors import DataError
 from etude.data.order.permutation import Indices, Order, SequentialOrder, ShuffledOrder
 
+Rank = TypeVar("Rank", int, Indices)
 
-def share(start: int, count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the begin and end of a rank's share of `count` samples from `start` on.
 
+def share(start: int, count: int, rank: Rank, world_size: int) -> tuple[Rank, Rank]:
+    """Return the begin and end of a rank's share of `count` samples from `start` on; for an array of ranks, of each.
+
+    >>> import numpy as np
     >>> [share(10, 5, rank, 2) for rank in (0, 1)]
     [(10, 12), (12, 15)]
+    >>> share(10, 5, np.arange(2), 2)
+    (array([10, 12]), array([12, 15]))
     """
     return start + count * rank // world_size, start + count * (rank + 1) // world_size
 

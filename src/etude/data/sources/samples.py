@@ -180,6 +180,10 @@ class SampledBatches:
         batches = self.samples.batches(self.sampler, epoch, position)
         return zip(self.sampler.positions(position), batches, strict=False), batches
 
+    def drawn(self, epoch: int, position: int) -> dict[str, Indices]:
+        """Return the indices of this rank's samples in the batch at `position`, as if of a stream without a name."""
+        return {"": self.sampler.batch(epoch, position)}
+
     def resized(self, batch_size: int) -> "SampledBatches":
         """Return batches of another size from the same samples, in the same order."""
         one, samples = self.sampler, self.samples

@@ -9,7 +9,7 @@ from etude.core.batch import STREAM, Batch, JointBatch
 from etude.core.errors import DataError
 from etude.core.random import mix
 from etude.core.spelling import listed
-from etude.data.order.permutation import Order
+from etude.data.order.permutation import Indices, Order
 from etude.data.order.sampler import check_rank, share
 from etude.data.order.streams import (
     SMALLEST_SHARE,
@@ -164,13 +164,17 @@ class StreamReader:
         """Samples per pass."""
         self.order = samples.bucketed(order, batch_size, endless=endless)
 
-    def read(self, epoch: int, span: Span, rank: int, world_size: int) -> dict[str, Any]:
-        """Return a rank's share of a span; randomness depends on `epoch` in evaluation, on the pass in training."""
-        epoch = span.start // self.size if self.endless else epoch
+    def indices(self, epoch: int, span: Span, rank: int, world_size: int) -> Indices:
+        """Return the indices of the samples in a rank's share of a span."""
         _, start, stop = span
         if world_size > 1:
             start, stop = share(start, stop - start, rank, world_size)
-        indices = self.order.indices(0 if self.endless else epoch, start, stop)
+        return self.order.indices(0 if self.endless else epoch, start, stop)
+
+    def read(self, epoch: int, span: Span, rank: int, world_size: int) -> dict[str, Any]:
+        """Return a rank's share of a span; randomness depends on `epoch` in evaluation, on the pass in training."""
+        indices = self.indices(epoch, span, rank, world_size)
+        epoch = span.start // self.size if self.endless else epoch
         return named(self.samples.read(indices, epoch=epoch, position=span.start, rank=rank), self.name)
 
 
@@ -200,6 +204,11 @@ class StreamBatches:
             position += sum(span.stop - span.start for span in spans)
             parts = [readers[span.stream].read(epoch, span, rank, world_size) for span in spans]
             yield position, JointBatch(parts) if joint else parts[0]
+
+    def drawn(self, epoch: int, position: int) -> dict[str, Indices]:
+        """Return the indices of this rank's samples in the batch at `position`, by stream."""
+        spans, rank, world_size = self.plan.spans(epoch, position), self.rank, self.world_size
+        return {span.stream: self.readers[span.stream].indices(epoch, span, rank, world_size) for span in spans}
 
     def shared(self, rank: int, world_size: int) -> "StreamBatches":
         """Return the same batches with the share of rank `rank`."""

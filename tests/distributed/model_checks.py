@@ -1,0 +1,229 @@
+"""Checks of models, losses and tasks of every kind: several processes train them like one, or refuse them."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallel_checks import compare_one, make_mlp, points, tokens, trained
+from torch import nn
+
+from etude import CausalTransformerLM, deferred_weights
+from etude.core import ConfigError, LossTerm, TrainingError
+from etude.core.model import whole
+from etude.distributed import World, leave_world
+from etude.engine.alternating import AlternatingTask
+from etude.losses import LossStrategy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tied(nn.Module):
+    """Blocks of which two share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 3)
+        self.layers[2].down.weight = self.layers[0].down.weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Views(nn.Module):
+    """Two weights that are parts of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        both = torch.empty(2, 8, 8)
+        nn.init.normal_(both, std=0.3)
+        self.first, self.second, self.head = nn.Parameter(both[0]), nn.Parameter(both[1]), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(x @ self.first) @ self.second)
+
+
+class Buffers(nn.Module):
+    """Buffers of types and layouts that gloo does not know, and a parameter that is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 3), nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("angles", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.register_buffer("short", torch.arange(6).to(torch.int16))
+        self.register_buffer("places", torch.arange(5).expand(2, 5))
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+
+    def forward(self, x):
+        return self.layer(x) * self.angles.real.sum() * self.scale
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(24, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.embedding(x).mean(1))
+
+
+class Branch(nn.Module):
+    """Its first layer is for some samples only."""
+
+    def __init__(self):
+        super().__init__()
+        self.some, self.all, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden, chosen = self.all(x), x[:, :1] > 0.3
+        if chosen.any():
+            hidden = hidden + self.some(x) * chosen
+        return self.head(hidden)
+
+
+class Turns(AlternatingTask):
+    """Layers that are trained in turns."""
+
+    turns = {"first": "0", "others": ["2", "4"]}  # noqa: RUF012
+
+    def __call__(self, model, batch, *, metrics):
+        x, y = batch
+        return {"loss": LossTerm(F.cross_entropy(model(x), y, reduction="sum"), float(len(y)))}
+
+
+class NotFinite(LossStrategy):
+    """Has a NaN for a few samples."""
+
+    def terms(self, output, batch, *, metrics):
+        x, y = batch
+        factor = torch.where((x[:, 0] > 1.2) & (x[:, 1] > 0), float("nan"), 1.0)
+        return {"loss": LossTerm((F.cross_entropy(output, y, reduction="none") * factor).sum(), float(len(y)))}
+
+
+class TwoTerms(LossStrategy):
+    """Their order is not that of the alphabet."""
+
+    def terms(self, output, batch, *, metrics):
+        y = batch[1]
+        return {
+            "size": LossTerm(output[y == 1].square().sum(), (y == 1).sum(), 0.3),
+            "classes": LossTerm(F.cross_entropy(output, y, reduction="sum"), float(len(y)), 0.7),
+        }
+
+    def counts(self, batch):
+        return {"size": (batch[1] == 1).sum(), "classes": float(len(batch[1]))}
+
+
+HALVES = {"batch_size": 9, "micro_batch_size": 8}
+"""One of two processes has 4 samples of a batch, the other 5: two micro-batches."""
+
+
+def sharded_like_alone() -> None:
+    for make, arguments in (
+        (make_mlp, {"config": HALVES}),
+        (Tied, {}),
+        (Buffers, {}),
+        (make_mlp, {"task": Turns()}),
+        (make_mlp, {"config": {"freeze": "2", "unfreeze": {1: "2"}}}),  # after a validation, without any save
+        (make_mlp, {"loss": NotFinite()}),  # also of batches that a process without samples runs
+    ):
+        compare_one(make, points(), "fsdp", **arguments)
+    leave_world()
+
+
+def replicated_like_alone() -> None:
+    compare_one(make_mlp, points(), "ddp", config=HALVES, loss=TwoTerms())
+    compare_one(Buffers, points(), "ddp")
+    compare_one(Branch, points(), "ddp", config={"batch_size": 4, "find_unused_parameters": True})
+    words = tokens()
+    section = {"name": "torch.optim.SGD", "lr": 0.1}
+    compare_one(Sparse, (words, words[:, 0] // 9), "ddp", optimizer=section, config={"learning_rate": None})
+    leave_world()
+
+
+class Judge(nn.Module):
+    """A model with another one inside, which has a tensor plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = CausalTransformerLM(vocab_size=24, d_model=16, n_layers=2, n_heads=2, max_len=8, dropout=0.0)
+        self.label = nn.Linear(16, 3)
+
+    def forward(self, words):
+        return self.label(self.trunk.features(words).mean(1)) + self.trunk(words).mean(1)[:, :3]
+
+
+def plan_inside() -> None:
+    """The plan of an inner model is used."""
+    compare_one(Judge, (tokens(), tokens()[:, 0] % 3), {"tensor": 2})
+    leave_world()
+
+
+def deferred_views() -> None:
+    """Weights that share memory are drawn like those of a plain model."""
+    alone, expected, _ = trained(Views, points(), World())
+
+    def make():
+        with deferred_weights():
+            return Views()
+
+    model, found, _ = trained(make, points(), parallel="fsdp")
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), theirs, rtol=1e-5, atol=1e-5)
+    leave_world()
+
+
+def what_is_not_divided() -> None:
+    """What would be trained wrongly is refused."""
+    bias = nn.Parameter(torch.zeros(3))
+
+    def outside(params):
+        return torch.optim.SGD([*params, bias], lr=0.1)
+
+    with pytest.raises(ConfigError, match="parameters outside the model"):
+        trained(make_mlp, points(), parallel="fsdp", optimizer=outside, config={"learning_rate": None})
+    with pytest.raises(ConfigError, match=r"layers\.0 shares a parameter"):
+        trained(Tied, points(), parallel={"shard": 2, "blocks": "layers.*"})
+    with pytest.raises(ConfigError, match="embedding has sparse gradients"):
+        trained(Sparse, (tokens(), tokens()[:, 0] // 9), parallel="fsdp")
+    with pytest.raises(TrainingError, match="different losses for the same samples"):
+        trained(make_even, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
+
+    def changed_later():
+        with deferred_weights():
+            model = make_mlp()
+        nn.init.zeros_(model[4].weight)
+        return model
+
+    with pytest.raises(ConfigError, match=r"what initialises 4\.weight"):
+        trained(changed_later, points(), parallel="fsdp")
+    leave_world()
+
+
+class OneRank(LossStrategy):
+    """Only one process has something to learn."""
+
+    def terms(self, output, batch, *, metrics):
+        loss = F.cross_entropy(output, batch[1], reduction="sum")
+        return {"loss": LossTerm(loss, float(len(output)), float(os.environ["RANK"] == "1"))}
+
+
+def weight_on_one_rank() -> None:
+    """The process without a weight says so; the other one loses it, and is not killed by mismatched collectives."""
+    expected = RuntimeError if os.environ["RANK"] == "1" else TrainingError
+    with pytest.raises(expected, match=r"Connection|no term with a weight"):
+        trained(make_mlp, points(), parallel="ddp", loss=OneRank())
+
+
+def make_even() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 4))

@@ -1,0 +1,40 @@
+"""On a CUDA device: two processes that share it train like one, whatever they divide."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu_ranks import CASES
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = Path(__file__).with_name("gpu_ranks.py")
+TIMEOUT_S = 240
+EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
+"""No TF32, whose rounding the division of a batch changes."""
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_on_one_device_train_like_one(case, tmp_path):
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    running = []
+    for rank in range(2):
+        env = os.environ | shared | EXACT | {"RANK": str(rank)}
+        with (tmp_path / f"{rank}.txt").open("w") as log:
+            command = [sys.executable, "-X", "faulthandler", SCRIPT, case]
+            running.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [one.wait(timeout=TIMEOUT_S) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    assert codes == [0, 0], "\n".join((tmp_path / f"{rank}.txt").read_text()[-3000:] for rank in range(2))
