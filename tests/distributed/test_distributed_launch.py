@@ -1,9 +1,11 @@
 """`etude … --nproc 2`: the processes of a run are started, stopped, lost and restarted by one command."""
 
+import contextlib
 import json
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -56,8 +58,16 @@ def _read(path):
         return b""
 
 
-def is_alive(pid):
-    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] not in ([], [b"Z"])
+@contextlib.contextmanager
+def all_end(pids):
+    """At the end, wait until these processes have ended: closed pipes come before that."""
+    with contextlib.ExitStack() as stack:
+        processes = [os.pidfd_open(pid) for pid in pids]
+        for process in processes:
+            stack.callback(os.close, process)
+        yield
+        for process in processes:
+            assert select.select([process], [], [], TIMEOUT_S)[0], "a process was left behind"
 
 
 def lines_until(process, text):
@@ -120,14 +130,13 @@ def test_a_second_signal_stops_at_once(runs):
     )
     launcher = start("train", config, "--nproc", 2, "--run-dir", runs.root / "run")
     lines_until(launcher, "training\n")
-    pids = workers(launcher)
-    launcher.send_signal(signal.SIGINT)
-    lines_until(launcher, "press Ctrl-C again")
-    launcher.send_signal(signal.SIGINT)
-    code, _, err = end(launcher)
+    with all_end(workers(launcher)):
+        launcher.send_signal(signal.SIGINT)
+        lines_until(launcher, "press Ctrl-C again")
+        launcher.send_signal(signal.SIGINT)
+        code, _, err = end(launcher)
     assert code == 130
     assert all("stopped at once" in line for line in err)
-    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize("whom", ["launcher", "process"])
@@ -137,9 +146,9 @@ def test_kill_9_leaves_no_process_behind(runs, whom):
     lines_until(launcher, "training\n")
     pids = workers(launcher)
     assert len(pids) == 2
-    os.kill(launcher.pid if whom == "launcher" else pids[1], signal.SIGKILL)
-    code, _, err = end(launcher)  # also waits until no process holds the pipes
-    assert not any(map(is_alive, pids))
+    with all_end(pids):
+        os.kill(launcher.pid if whom == "launcher" else pids[1], signal.SIGKILL)
+        code, _, err = end(launcher)
     if whom == "process":
         assert code == 1
         assert len(err) == 1
