@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = read_options("What Lookahead and SAM cost beyond their arithmetic.", argv)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rounds, budget_s = (2, 0.005) if options.quick else (15, 0.15)
+    rounds, budget_s = (2, 0.005) if options.quick else (120, 0.03)
     table = Table(
         f"A step with Lookahead (k {K}) and SAM around fused AdamW, batch {BATCH}, fp32, one thread, CPU.",
         COLUMNS,

@@ -272,3 +272,17 @@ def test_where_the_compiler_is_imported_nothing_is_changed():
     before = [dict(vars(function)) for function in functions]
     with without_compiler():
         assert [dict(vars(function)) for function in functions] == before
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
+def test_hooks_of_our_optimizers_run_once_in_every_step(cls):
+    """The first step is torch's, the others call the kernel themselves."""
+    getattr(torch.optim, cls.__name__)(parameters())  # torch's own class has the wrappers too, once it was used
+    params, calls = parameters(), []
+    optimizer = cls(params, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for step in range(3):
+        give_gradients(params, step)
+        assert optimizer.step((lambda: 7.0) if step == 2 else None) == (7.0 if step == 2 else None)
+        assert calls == ["before", "after"] * (step + 1)

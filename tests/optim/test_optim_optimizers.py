@@ -182,6 +182,54 @@ def test_a_slice_of_a_larger_tensor_is_updated_where_it_is(optimizer_class):
         optimizer_class([part], kernel="fused")
 
 
+LAYOUTS = {
+    "channels_last": lambda one: one.to(memory_format=torch.channels_last),
+    "contiguous": lambda one: one,
+    "transposed": lambda one: one.transpose(0, 1).contiguous().transpose(0, 1),
+    "expanded": lambda one: one[:1].clone().expand_as(one),
+}
+
+
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+@pytest.mark.parametrize("of_weight", ["channels_last", "contiguous", "transposed"])
+@pytest.mark.parametrize("optimizer_class", FUSED)
+def test_gradients_set_by_hand_may_have_another_layout_than_the_weights(optimizer_class, of_weight, of_gradient):
+    """Torch's fused CPU kernels would take their elements in the order of the memory."""
+    torch.manual_seed(0)
+    values, grads = torch.randn(4, 3, 2, 2), torch.randn(3, 4, 3, 2, 2)
+    weights = [nn.Parameter(LAYOUTS[of_weight](values.clone())), nn.Parameter(values.clone())]
+    optimizers = [optimizer_class([weights[0]]), optimizer_class([weights[1]], kernel="loop")]
+    for grad in grads:
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = LAYOUTS[of_gradient](grad.clone())
+            optimizer.step()
+    torch.testing.assert_close(weights[0], weights[1].detach(), check_stride=False)
+    assert not torch.equal(weights[1], values)
+
+
+@pytest.mark.parametrize(
+    ("ours", "arguments"),
+    [(SGD, {}), (SGD, {"momentum": 0.9, "nesterov": True}), (Adam, {}), (AdamW, {"maximize": True}), (Adagrad, {})],
+)
+def test_on_the_cpu_a_fused_kernel_is_called_directly_with_the_bits_of_torchs_step(ours, arguments, monkeypatch):
+    theirs = getattr(torch.optim, ours.__name__)
+    left, right = parameters(torch.float32), parameters(torch.float32)
+    both = []
+    for params, cls, own in ((left, ours, {}), (right, theirs, {"fused": True})):
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1, "weight_decay": 0.0}]
+        both.append(cls(groups, lr=0.01, weight_decay=0.1, **arguments, **own))
+        run(both[-1], params, range(6))
+        both[-1].grad_scale = torch.tensor(4.0)
+        both[-1].param_groups[0]["lr"] = 0.02
+    run(both[1], right, range(6, 12), first_of=1)
+    monkeypatch.setattr(theirs, "_init_group", None)  # what torch prepares is no longer used
+    run(both[0], left, range(6, 12), first_of=1)
+    assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+    for mine, other in zip(left, right, strict=True):
+        found, wanted = both[0].state.get(mine, {}), both[1].state.get(other, {})
+        assert all(torch.equal(found[key], value) for key, value in wanted.items() if value is not None)
+
+
 def test_rmsprop_takes_foreach_for_small_tensors_and_a_loop_for_large_ones():
     assert RMSprop(parameters()).param_groups[0]["foreach"] is True
     assert RMSprop([nn.Parameter(torch.zeros(50_000))]).param_groups[0]["foreach"] is False

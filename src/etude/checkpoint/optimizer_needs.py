@@ -37,7 +37,7 @@ def needed_state(optimizer: Optimizer, settings: Mapping[str, Any], parameter: T
     base = type(optimizer)
     if not isinstance(optimizer, DeviceOptimizer):
         base = next(cls for cls in base.__mro__ if cls.__module__.startswith("torch.optim"))
-        if base is Optimizer or not type(optimizer).step.__module__.startswith("torch.optim"):
+        if base is Optimizer or not type(optimizer).step.__module__.startswith(("torch.optim", "etude.optim.direct")):
             return None
     try:
         return _try_step(base, settings, parameter)

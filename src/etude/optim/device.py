@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any, Unpack
 
 import torch
 from annotated_types import Ge, Lt
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim._adafactor import adafactor
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
@@ -17,6 +18,7 @@ from etude.optim.kernels import (
     Common,
     Decay,
     Fraction,
+    Kernel,
     KernelOptimizer,
     ParamsT,
     Rate,
@@ -67,14 +69,18 @@ class DeviceOptimizer(KernelOptimizer):
             if not params:
                 continue
             shared: dict[Any, dict[str, Any]] = self.state
-            with undone_if(skipped, shared.get(f"group_{place}", {}).values()):
+            with nullcontext() if skipped is None else undone_if(skipped, shared.get(f"group_{place}", {}).values()):
                 numbers = self.numbers(place, group, params[0].device)
             for some in self.together(group, params):
                 grads = [param.grad for param in some if param.grad is not None]
                 grads = list(torch._foreach_neg(grads)) if group.get("maximize") else grads
-                with undone_if(skipped, [*some, *(value for one in some for value in self.state[one].values())]):
+                with nullcontext() if skipped is None else undone_if(skipped, self._changed(some)):
                     self.update(group, some, grads, numbers)
         return loss
+
+    def _changed(self, params: list[Tensor]) -> list[Any]:
+        """Return what an update of some parameters changes."""
+        return [*params, *(value for param in params for value in self.state[param].values())]
 
     def numbers(self, place: int, group: dict[str, Any], device: torch.device) -> Any:  # noqa: ARG002
         """Return what the updates of a group share, such as a bias correction; state: `state["group_<place>"]`."""
@@ -119,7 +125,7 @@ def in_pieces(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def undone_if(skipped: Tensor | None, values: Iterable[Any]) -> Iterator[None]:
+def undone_if(skipped: Tensor, values: Iterable[Any]) -> Iterator[None]:
     """Undo what the context does to the tensors among some values if `skipped` is not 0, decided on the device.
 
     >>> weight = torch.ones(2)
@@ -127,9 +133,6 @@ def undone_if(skipped: Tensor | None, values: Iterable[Any]) -> Iterator[None]:
     >>> weight.tolist()
     [1.0, 1.0]
     """
-    if skipped is None:
-        yield
-        return
     tensors = [value.detach() for value in values if isinstance(value, Tensor)]
     before = [tensor.clone() for tensor in tensors]
     yield
@@ -216,11 +219,18 @@ class Adafactor(DeviceOptimizer):
         defaults = {"lr": lr, **own, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(self._grouped(params, lr, **common), defaults)
 
+    def _auto_kernel(self, group: dict[str, Any]) -> Kernel:
+        is_on_cpu = any(param.is_cpu for param in group["params"])
+        return "loop" if is_on_cpu else super()._auto_kernel(group)
+
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
         """Update these parameters; what is a number for each of them is computed for all at once."""
+        if params[0].is_cpu and not group["foreach"]:
+            self._torchs_update(group, params, grads)
+            return
         first, second = group["eps"]
         first = torch.finfo(params[0].dtype).eps if first is None else first
-        steps = self.states("step", params, lambda one: torch.zeros((), dtype=torch.float32, device=one.device))
+        steps = self._steps(params)
         torch._foreach_add_(steps, 1)
         counts = torch.stack(steps).double()
         sizes = _rms(params).clamp_(min=second) * counts.rsqrt().clamp_(max=group["lr"])
@@ -232,6 +242,42 @@ class Adafactor(DeviceOptimizer):
         factors = _each(sizes.div_(_rms(changes, group["d"]).clamp_(min=1.0)).neg_(), params[0].dtype)
         for param, change, factor in zip(params, changes, factors, strict=True):
             param.addcmul_(change, factor) if isinstance(factor, Tensor) else param.add_(change, alpha=factor)
+
+    def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Let torch's function for the CPU go through the parameters itself."""
+        return super().together({**group, "foreach": True} if params[0].is_cpu else group, params)
+
+    def _torchs_update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        """Update one parameter after the other by torch's function: reading numbers of the CPU costs nothing."""
+        for param in params:
+            if "step" not in self.state[param]:
+                self._steps([param])
+                self._factors([param]) if param.dim() >= 2 else self.states("variance", [param], torch.zeros_like)
+        states = [self.state[param] for param in params]
+        adafactor(
+            params,
+            grads,
+            [state.get("row_var") for state in states],
+            [state.get("col_var") for state in states],
+            [state.get("variance") for state in states],
+            [state["step"] for state in states],
+            foreach=False,
+            d=group["d"],
+            lr=float(group["lr"]),
+            beta2_decay=group["beta2_decay"],
+            weight_decay=group["weight_decay"],
+            eps1=group["eps"][0],
+            eps2=group["eps"][1],
+            maximize=False,  # the gradients are negative already
+        )
+
+    def _steps(self, params: list[Tensor]) -> list[Tensor]:
+        return self.states("step", params, lambda one: torch.zeros((), dtype=torch.float32, device=one.device))
+
+    def _factors(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the moments of rows and columns."""
+        rows = self.states("row_var", params, lambda one: torch.zeros_like(one[..., :1]))
+        return rows, self.states("col_var", params, lambda one: torch.zeros_like(one[..., :1, :]))
 
     def _moments(self, params: list[Tensor], grads: list[Tensor], weights: Any, eps: float) -> list[Tensor]:
         """Return estimates of the second moment of every element."""
@@ -252,8 +298,7 @@ class Adafactor(DeviceOptimizer):
 
     def _factored(self, params: list[Tensor], grads: list[Tensor], weights: list[Any], eps: float) -> list[Tensor]:
         """Return the products of the moments of rows and columns."""
-        rows = self.states("row_var", params, lambda one: torch.zeros_like(one[..., :1]))
-        columns = self.states("col_var", params, lambda one: torch.zeros_like(one[..., :1, :]))
+        rows, columns = self._factors(params)
         for means, axis in ((rows, -1), (columns, -2)):
             squares = [torch.linalg.vector_norm(grad, dim=axis, keepdim=True) for grad in grads]
             torch._foreach_mul_(squares, squares)

@@ -89,12 +89,19 @@ def _is_dense(param: Tensor) -> bool:
 
 def _is_plain(param: Tensor) -> bool:
     """Whether kernels see the tensor itself: also for subclasses without behaviour, such as the shards of a model."""
-    kind = type(param)
-    return kind in (Tensor, nn.Parameter) or (
-        isinstance(param, nn.Parameter)
-        and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
-        and kind.__torch_function__ is nn.Parameter.__torch_function__
-        and not is_lazy(param)
+    return are_plain([type(param)]) and not is_lazy(param)
+
+
+def are_plain(kinds: Iterable[type]) -> bool:
+    """Whether kernels see tensors of these classes as they are."""
+    return all(
+        kind in (Tensor, nn.Parameter)
+        or (
+            issubclass(kind, nn.Parameter)
+            and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+            and kind.__torch_function__ is nn.Parameter.__torch_function__
+        )
+        for kind in kinds
     )
 
 
@@ -107,6 +114,11 @@ def _uniform(params: Iterable[Tensor]) -> bool:
 
     meshes = {param.device_mesh if isinstance(param, DTensor) else None for param in params}
     return len(meshes) == 1 and None not in meshes
+
+
+def have_one_layout(param: Tensor, grad: Tensor) -> bool:
+    """Whether the elements of two tensors lie in memory in the same order."""
+    return (param.is_contiguous() and grad.is_contiguous()) or param.stride() == grad.stride()
 
 
 class KernelOptimizer(torch.optim.Optimizer):
@@ -173,6 +185,18 @@ class KernelOptimizer(torch.optim.Optimizer):
 
     def _can_fuse(self, group: dict[str, Any]) -> bool:  # noqa: ARG002
         return self._has_fused
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: Any) -> Any:
+        """Collect the tensors of a step. Fused kernels need gradients in the memory layout of their parameters.
+
+        Autograd gives them so. Of another layout, which may be set by hand, they take the elements in a wrong order.
+        """
+        found = super()._init_group(group, params, grads, *states)  # type: ignore[misc]
+        if group.get("fused"):
+            for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
+                if not have_one_layout(param, grad) and _is_plain(param):
+                    param.grad = grads[place] = torch.empty_like(param).copy_(grad)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state and the hyperparameters; the kernel stays the one chosen for the current parameters."""

@@ -3,6 +3,7 @@
 Torch uses its fused kernels only on request. These classes request them for every group where that is safe.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Unpack
 
 import torch
@@ -12,6 +13,7 @@ from torch.torch_version import TorchVersion
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
+from etude.optim.direct import DirectStep, count_one
 from etude.optim.kernels import (
     ALIASES,
     Common,
@@ -46,7 +48,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 @register("optimizer", "sgd", aliases=ALIASES)
-class SGD(KernelOptimizer, torch.optim.SGD):
+class SGD(DirectStep, torch.optim.SGD):
     """Stochastic gradient descent with momentum; sparse gradients need `kernel="loop"`.
 
     >>> weight = nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2)
@@ -97,6 +99,27 @@ class SGD(KernelOptimizer, torch.optim.SGD):
         # Torch's CPU kernel (2.13) leaves most 16-bit weights unchanged and their momentum undefined.
         return not any(param.is_cpu and param.itemsize == 2 for param in group["params"])
 
+    def direct_states(self, group: dict[str, Any]) -> Sequence[str] | None:
+        """Return the momentum, if there is one; with dampening the kernel is not used."""
+        return ["momentum_buffer"] if group["momentum"] else []
+
+    def call_kernel(self, group: dict[str, Any], lists: Sequence[list[Tensor]], grad_scale: Tensor | None) -> None:
+        """Call the kernel of SGD."""
+        params, grads, *buffers = lists
+        torch._fused_sgd_(
+            params,
+            grads,
+            *(buffers or [[]]),
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=False,
+            grad_scale=grad_scale,
+        )
+
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None]
     ) -> bool:
@@ -105,7 +128,7 @@ class SGD(KernelOptimizer, torch.optim.SGD):
         Without dampening the update is the same. But torch's fused kernel fails if a parameter gets its first
         gradient later than the others, and leaves momentum uninitialised if the first step is skipped.
         """
-        has_sparse_grad: bool = super()._init_group(group, params, grads, buffers)  # type: ignore[no-untyped-call]
+        has_sparse_grad: bool = super()._init_group(group, params, grads, buffers)
         if group["fused"] and group["dampening"] == 0:
             for place, buffer in enumerate(buffers):
                 if buffer is None:
@@ -113,8 +136,33 @@ class SGD(KernelOptimizer, torch.optim.SGD):
         return has_sparse_grad
 
 
+class _Adam(DirectStep):
+    def direct_states(self, group: dict[str, Any]) -> Sequence[str] | None:
+        """Return both moments and the counts of steps."""
+        return None if group["amsgrad"] else ["exp_avg", "exp_avg_sq", "step"]
+
+    def call_kernel(self, group: dict[str, Any], lists: Sequence[list[Tensor]], grad_scale: Tensor | None) -> None:
+        """Count the step, and call the kernel of Adam or AdamW."""
+        *others, counts = lists
+        count_one(counts)
+        kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        kernel(
+            *others,
+            [],
+            counts,
+            amsgrad=False,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+        )
+
+
 @register("optimizer", "adam", aliases=ALIASES)
-class Adam(KernelOptimizer, torch.optim.Adam):
+class Adam(_Adam, torch.optim.Adam):
     """Adam (Kingma and Ba, 2015); its weight decay is an L2 penalty. See AdamW for decoupled weight decay."""
 
     @arguments
@@ -135,7 +183,7 @@ class Adam(KernelOptimizer, torch.optim.Adam):
 
 
 @register("optimizer", "adamw", aliases=ALIASES)
-class AdamW(KernelOptimizer, torch.optim.AdamW):
+class AdamW(_Adam, torch.optim.AdamW):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     @arguments
@@ -180,7 +228,7 @@ class RMSprop(KernelOptimizer, torch.optim.RMSprop):
 
 
 @register("optimizer", "adagrad", aliases=ALIASES)
-class Adagrad(KernelOptimizer, torch.optim.Adagrad):
+class Adagrad(DirectStep, torch.optim.Adagrad):
     """Adagrad (Duchi et al., 2011): the rate of a weight falls with the sum of its squared gradients."""
 
     @arguments
@@ -198,6 +246,23 @@ class Adagrad(KernelOptimizer, torch.optim.Adagrad):
     ) -> None:
         given = self._grouped(params, lr, **common)
         super().__init__(given, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize=maximize)
+
+    def direct_states(self, group: dict[str, Any]) -> Sequence[str] | None:  # noqa: ARG002
+        """Return the sums of squares and the counts of steps."""
+        return ["sum", "step"]
+
+    def call_kernel(self, group: dict[str, Any], lists: Sequence[list[Tensor]], grad_scale: Tensor | None) -> None:
+        """Count the step, and call the kernel of Adagrad."""
+        count_one(lists[-1])
+        torch._fused_adagrad_(
+            *lists,
+            lr=group["lr"],
+            lr_decay=group["lr_decay"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+        )
 
     def _can_fuse(self, group: dict[str, Any]) -> bool:
         # Without the fused kernel torch counts the steps on the host: they wait for the device, and are not captured.

@@ -22,6 +22,7 @@ Inner = Annotated[Optimizer, Section("optimizer", frozenset({"params"}))]
 SLOW, COUNTER = "slow", "lookahead"
 """Keys in the state of the wrapped optimizer: the slow weights of a parameter, and the state of the wrapper."""
 _STATE, _REQUIRES_GRAD = operator.attrgetter("state"), operator.attrgetter("requires_grad")
+_ONE = torch.ones((), dtype=torch.int64)  # faster to add than a number
 SMALLEST_NORM = 1e-12
 """Added to a norm before dividing by it, as in published implementations."""
 
@@ -102,7 +103,9 @@ class Lookahead(Optimizers):
             count.add_(1 if skipped is None else skipped == 0)
             with torch.no_grad():
                 _move_if(count.remainder(self.k) == 0, *self._trained(), self.alpha)
-        elif (skipped is None or not skipped.item()) and count.add_(1).item() % self.k == 0:  # reading does not wait
+        elif (skipped is None or not skipped.item()) and count.add_(
+            _ONE
+        ).item() % self.k == 0:  # reading does not wait
             slow, fast = self._trained()
             with torch.no_grad():
                 torch._foreach_lerp_(slow, fast, self.alpha)
