@@ -102,6 +102,21 @@ def test_activations_are_what_a_forward_pass_keeps(load):
     assert found.activations == size(kept.values())
 
 
+@register("model", "dry_divided")
+def divided(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+@pytest.mark.parametrize(("tensor", "groups"), [(1, 4), (2, 2), (4, 1)])
+def test_activations_of_layers_that_processes_divide_are_those_of_a_part(load, tensor, groups):
+    plan = {"0": "colwise", "2": "rowwise"}
+    parallel = {"tensor": tensor, "tensor_plan": plan} if tensor > 1 else "ddp"
+    found = dry_run(load(model="dry_divided", parallel=parallel), world=4)
+    samples = 12 // groups
+    assert found.micro_batch == samples
+    assert found.activations == 4 * samples * (6 + 8 // tensor)  # the input, and the output of tanh
+
+
 def test_a_model_that_reads_its_input_has_unknown_activations(load):
     found = dry_run(load(model="dry_reader"))
     assert found.activations is None

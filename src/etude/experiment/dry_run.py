@@ -29,6 +29,7 @@ from etude.distributed import World
 from etude.distributed.mesh import DATA, SHARD, TENSOR, Layout
 from etude.distributed.settings import ParallelConfig, Sizes, memory_of
 from etude.distributed.sharding import divide_model
+from etude.distributed.tensor_parallel import divide_layers
 from etude.experiment.build import Data, build_component, build_data, sizes_of
 from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
 from etude.experiment.config import ExperimentConfig
@@ -131,7 +132,8 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
     _measure_model(found, config, model)
     if (loader := data.loader("train") if isinstance(training.batch_size, int) else None) is not None:
         _measure_data(found, loader, training)
-        _measure_activations(found, model, loader)
+        with _tensor_part(found, config, model, data) as part:
+            _measure_activations(found, part, loader)
     elif not isinstance(training.batch_size, int):
         found.no_activations = "training.batch_size is no number"
         found.warnings.append(f"training.batch_size is {training.batch_size}: give a number to see shares and steps")
@@ -198,6 +200,18 @@ def _measure_parts(found: DryRun, config: ExperimentConfig, model: nn.Module) ->
         whole = found.checkpoint
         _measure_model(found, config, model)
         found.checkpoint = whole
+
+
+@contextmanager
+def _tensor_part(found: DryRun, config: ExperimentConfig, model: nn.Module, data: Data) -> Iterator[nn.Module]:
+    """Yield the model as one process runs it: with its part of the layers that `parallel.tensor` divides."""
+    if found.sizes.tensor == 1:
+        yield model
+        return
+    part = _meta_model(config, data)
+    with fake_world(found.sizes.tensor):
+        divide_layers(part, init_device_mesh("cpu", (found.sizes.tensor,)), config.sections["parallel"].tensor_plan)
+        yield part
 
 
 def _local(param: Tensor) -> Tensor:
@@ -295,11 +309,11 @@ def check_order(loader: DataLoader) -> None:
 
 def _measure_activations(found: DryRun, model: nn.Module, loader: DataLoader) -> None:
     """Count what a forward pass keeps for the backward pass, without memory: shapes are all that is computed."""
-    weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    weights = {_local(one).untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
     kept: dict[int, tuple[Tensor, int]] = {}  # keeps the tensors, whose storage might be given to others
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = _local(tensor).untyped_storage()
         if storage._cdata not in weights:
             kept[storage._cdata] = tensor, storage.nbytes()
         return tensor
