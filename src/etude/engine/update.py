@@ -14,19 +14,17 @@ from torch import Tensor, nn
 
 from etude.core import TrainingError
 from etude.engine.precision import MixedPrecision
+from etude.engine.rates import DeviceRate, rate_names
 from etude.optim.clipping import global_norm
 from etude.optim.device import DeviceOptimizer, undone_if
 from etude.optim.eager import take_step
-from etude.optim.groups import group_names
 from etude.optim.kernels import KernelOptimizer
 from etude.optim.pieces import InPieces
-from etude.optim.several import Optimizers, optimizers_in, owner_of, perturbed_in
+from etude.optim.several import Optimizers, optimizers_in, perturbed_in
 
 if TYPE_CHECKING:
     from etude.distributed.sharding import Shards
 
-_CAPTURABLE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
-"""Optimizers whose non-fused kernels accept a learning rate on the device, if their groups are capturable."""
 _IS_SPARSE = operator.attrgetter("is_sparse")
 
 
@@ -66,7 +64,7 @@ class Updater:
         self._constants: dict[float, Tensor] = {}
         self._answers = torch.zeros(()), torch.ones(())
         self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
-        self._names = _rate_names(optimizer)
+        self._names = rate_names(optimizer)
 
     @property
     def device(self) -> torch.device:
@@ -289,94 +287,9 @@ class Updater:
         return self._constants[value]
 
 
-def _rate_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Return the index and name of every group whose rate is reported beside that of the first group."""
-    groups = optimizer.param_groups
-    found: dict[int, str] = {}
-    first_rates: dict[Any, Any] = {None: groups[0]["lr"]}
-    for place, (name, group) in enumerate(zip(group_names(groups), groups, strict=True)):
-        rate, known = group["lr"], first_rates.get(group.get("name"))
-        if place and not (known is rate or (known is not None and bool(known == rate))):
-            found[place] = name
-        first_rates.setdefault(group.get("name"), rate)
-    return found
-
-
 def is_recorded(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-class DeviceRate:
-    """The learning rate of a parameter group as a device tensor, which a captured step reads.
-
-    Between steps the group holds the Python float that users expect. All steps on CUDA, recorded or eager, use the
-    device tensor: it is rounded to float32, and they must not differ.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, place: int) -> None:
-        self.optimizer, self.place = optimizer, place
-        self.tensor: Tensor | None = None
-        """None if the kernels of this optimizer accept no tensor, or if the group already holds one."""
-        self._value: float | None = None
-        self._lent: dict[str, Any] = {}
-        self._settings: list[str] = []
-        self._num_settings = 0
-        group = self.group
-        first = next(iter(group["params"]), None)  # a group may be empty
-        owner = owner_of(optimizer, place)
-        if first is not None and first.is_cuda and _takes_tensor(owner, group):
-            self.tensor = torch.zeros((), dtype=torch.float32, device=first.device)
-            # torch warns about capturable groups outside a capture; here both cases do the same arithmetic
-            owner._warned_capturable_if_run_uncaptured = True
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The current group: loading a state dict replaces it."""
-        group: dict[str, Any] = self.optimizer.param_groups[self.place]
-        return group
-
-    def send(self) -> None:
-        """Update the device tensor if the rate has changed, without waiting."""
-        if self.tensor is not None and (rate := self.group["lr"]) != self._value:
-            self._value = float(rate)
-            self.tensor.fill_(self._value)
-
-    def lend(self) -> None:
-        """Let the group hold the device tensor."""
-        if self.tensor is not None:
-            group = self.group
-            self._lent = {key: group[key] for key in ("lr", "capturable") if key in group}
-            group.update({"lr": self.tensor, "capturable": True} if "capturable" in group else {"lr": self.tensor})
-
-    def take_back(self) -> None:
-        """Let the group hold the Python float again."""
-        if self._lent:
-            self.group.update(self._lent)
-            self._lent = {}
-
-    def constants(self) -> Hashable:
-        """Return the settings of the group that are constants of a captured step."""
-        group = self.group
-        if len(group) != self._num_settings:
-            left_out = {"params", "initial_lr"} if self.tensor is None else {"params", "initial_lr", "lr"}
-            self._settings, self._num_settings = [key for key in group if key not in left_out], len(group)
-        # A tensor on the host can be changed in place, so compare its value.
-        values = map(group.get, self._settings)
-        return tuple([one.item() if isinstance(one, Tensor) and one.is_cpu else one for one in values])
-
-
-def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the kernels for a group read the learning rate from the device, and it is a Python float now."""
-    if isinstance(group["lr"], Tensor) or not type(optimizer).step.__module__.startswith(
-        ("torch.optim", "etude.optim")
-    ):
-        return False  # a user-defined step may compute with the Python float
-    if isinstance(optimizer, DeviceOptimizer):
-        return True
-    if group.get("fused"):
-        return isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad))
-    return "capturable" in group and isinstance(optimizer, _CAPTURABLE)
 
 
 def _supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
