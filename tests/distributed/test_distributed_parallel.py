@@ -87,8 +87,7 @@ def test_a_transformer_in_every_layout(runs, layout):
     check(runs, (size,), {}, TRANSFORMER | {"optimizer": {"name": "adamw", "lr": 1e-3}}, section, 2e-5)
 
 
-@pytest.mark.parametrize("layout", ["sharded", "tensor", "shards, tensor"])
-@pytest.mark.parametrize("setting", sampled(2, SETTINGS))
+@pytest.mark.parametrize(("setting", "layout"), sampled(4, SETTINGS, ["sharded", "tensor", "shards, tensor"]))
 def test_a_transformer_with_every_setting(runs, setting, layout):
     training, sections = SETTINGS[setting]
     size, section = LAYOUTS[layout]
@@ -96,7 +95,7 @@ def test_a_transformer_with_every_setting(runs, setting, layout):
     check(runs, (size,), training, sections, section, 2e-2 if setting == "bf16" else 5e-5)
 
 
-@pytest.mark.parametrize("layout", sampled(2, LAYOUTS))
+@pytest.mark.parametrize("layout", sampled(3, LAYOUTS))
 def test_a_stopped_run_continues_with_the_same_bytes(runs, layout):
     size, section = LAYOUTS[layout]
     sections = {**TRANSFORMER, "model": {**TRANSFORMER["model"], "dropout": 0.2}, **section}

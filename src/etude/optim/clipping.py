@@ -9,6 +9,12 @@ from etude.core.errors import ConfigError
 
 FLAT_NUMEL = 65_536
 """Up to this many elements on the CPU, copying all gradients into one vector is cheaper than one call per tensor."""
+LONG, ROW = 2**18, 1024
+"""Tensors on the CPU of at least so many elements are summed by rows of so many.
+
+Torch adds them all into a few numbers: of four million values, its norm in float32 is off by up to 2e-4. By rows it is
+exact to 2e-7 and as fast; it does not depend on the number of threads.
+"""
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
@@ -28,9 +34,11 @@ def global_norm(grads: list[Tensor]) -> Tensor:
             return _mixed_norm(grads)
     if first.is_cpu and type(first) is Tensor and sum(map(Tensor.numel, grads)) <= FLAT_NUMEL:
         values: Tensor = torch._C._nn.flatten_dense_tensors(grads)
+    elif any(map(_is_long, grads)):
+        values = _by_rows(grads)
     else:
         values = torch.stack(torch._foreach_norm(grads, 2.0, _sum_dtype(dtype)))
-    return _whole(torch.linalg.vector_norm(values, dtype=_sum_dtype(values.dtype)))
+    return _whole(_norm(values))
 
 
 def tensor_norms(tensors: list[Tensor]) -> Tensor:
@@ -39,7 +47,45 @@ def tensor_norms(tensors: list[Tensor]) -> Tensor:
     >>> tensor_norms([torch.tensor([3.0, 4.0]), torch.tensor([[2.0]])])
     tensor([5., 2.])
     """
-    return _whole(torch.stack(torch._foreach_norm(tensors, 2.0, _sum_dtype(tensors[0].dtype))))
+    return _whole(torch.stack(_norms(tensors)))
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the norm of each tensor; they share a device and a dtype."""
+    if any(map(_is_long, tensors)):
+        return [*map(_norm, tensors)]
+    return list(torch._foreach_norm(tensors, 2.0, _sum_dtype(tensors[0].dtype)))
+
+
+def _norm(values: Tensor) -> Tensor:
+    """Return the norm of one tensor."""
+    norm: Tensor = torch.linalg.vector_norm(_by_rows([values]), dtype=_sum_dtype(values.dtype))
+    return norm
+
+
+def _is_long(values: Tensor) -> bool:
+    return values.numel() >= LONG and values.is_cpu and type(values) is Tensor
+
+
+def _by_rows(tensors: list[Tensor]) -> Tensor:
+    """Return a tensor with the norm of all of them: the norms of short ones, of rows of long ones, and what is left."""
+    if len(tensors) == 1 and not _is_long(tensors[0]):
+        return tensors[0]
+    dtype, parts = _sum_dtype(tensors[0].dtype), []
+    for tensor in tensors:
+        if not _is_long(tensor):
+            parts.append(torch.linalg.vector_norm(tensor, dtype=dtype).view(1))
+            continue
+        flat, full = _flat(tensor), tensor.numel() - tensor.numel() % ROW
+        parts += [torch.linalg.vector_norm(flat[:full].view(-1, ROW), dim=1, dtype=dtype), flat[full:]]
+    return torch.cat(parts)
+
+
+def _flat(values: Tensor) -> Tensor:
+    """Return all elements as a vector, in any order; as a view unless there are gaps between them."""
+    if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense.default(values):
+        return values.as_strided((values.numel(),), (1,))
+    return values.reshape(-1)
 
 
 @torch.no_grad()
@@ -99,7 +145,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
 def _mixed_norm(grads: list[Tensor]) -> Tensor:
     """Return the global norm of gradients on several devices or in several dtypes."""
     device = grads[0].device
-    norms = [_whole(torch.linalg.vector_norm(grad, dtype=_sum_dtype(grad.dtype))).to(device) for grad in grads]
+    norms = [_whole(_norm(grad)).to(device) for grad in grads]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
