@@ -2,24 +2,19 @@
 
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import takewhile
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from pathlib import Path
 
 LOG = "output.txt"
 """File in a run folder with what its process printed."""
-_TORCHRUN = "torch/distributed/elastic/"
-"""A part of the first line of torchrun's report of a failure."""
-_CAUSE = re.compile(r"^Root Cause.*?^ *exitcode *: *(-?[0-9]+)", re.MULTILINE | re.DOTALL)
-"""The exit code of the process that failed first, in what torchrun prints."""
+MAX_KILLS = 3
+"""How often a run is started whose process is killed, for example because memory ran out."""
 
 
 class TrialProcess:
@@ -76,7 +71,8 @@ def start_run(
     command = [sys.executable, "-m", "etude", "resume", str(run_dir)]
     if not (run_dir / "config.yaml").exists():
         command[-2:] = ["train", experiment, *overrides, "--run-dir", str(run_dir)]
-    return _Launched([*command, "-q", "--nproc", str(nproc)], log, environment)
+    restarts = ["--max-restarts", str(MAX_KILLS - 1)]
+    return _Launched([*command, "-q", "--nproc", str(nproc), *restarts], log, environment)
 
 
 def wait_for(processes: Sequence[TrialProcess], timeout_s: float) -> None:
@@ -107,7 +103,7 @@ class _Forked(TrialProcess):
 
 
 class _Launched(TrialProcess):
-    """A run of several processes, started by etude."""
+    """A run of several processes, started by `--nproc`, which restarts lost ones."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
         super().__init__(log)
@@ -122,37 +118,13 @@ class _Launched(TrialProcess):
             )
 
     def poll(self) -> int | None:
-        """Return the exit code of the process that failed first: torchrun's own is 1 even if one was killed."""
-        code = self.process.poll()
-        causes = [] if code in (None, 0) else _CAUSE.findall(super().printed())
-        return int(causes[-1]) if causes else code
-
-    def printed(self) -> str:
-        """Return what the processes have printed, without torchrun's report of a failure after it."""
-        lines = takewhile(lambda line: _TORCHRUN not in line, super().printed().split("\n"))
-        return "\n".join(lines)
+        return self.process.poll()
 
     def terminate(self) -> None:
         self.process.terminate()
 
     def kill(self) -> None:
-        """Stop it with all its processes: torchrun itself cannot end them when it is killed."""
-        groups = _children(self.process.pid) if self.process.poll() is None else []
-        self.process.kill()
-        for group in groups:  # each is a session of its own
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
-
-
-def _children(parent: int) -> list[int]:
-    """Return the processes that a process has started; none where there is no /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            after_name = path.read_text(errors="replace").rpartition(")")[2].split()
-            if int(after_name[1]) == parent:
-                found.append(int(path.parent.name))
-    return found
+        self.process.kill()  # its processes end with it
 
 
 def devices_of(slot: int, nproc: int, count: int) -> str | None:
