@@ -180,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "What Etude adds to a step of several processes",
         COLUMNS,
         f"{PROCESSES} processes, gloo, CPU, 1 thread each; median of {rounds} rounds in which both take turns, "
-        "50 steps of the transformer and 300 of LeNet-5. By hand: DistributedDataParallel or fully_shard, shuffled data, "
-        "mean loss, clip_grad_norm_, fused AdamW.",
+        "50 steps of the transformer and 300 of LeNet-5. By hand: DistributedDataParallel or fully_shard, shuffled "
+        "data, mean loss, clip_grad_norm_, fused AdamW.",
     )
     table.rows.extend(rows)
     publish("parallel", [table], options)
