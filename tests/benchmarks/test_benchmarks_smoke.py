@@ -130,6 +130,7 @@ def test_startup(run_in_forks):
     assert seeking[0]["slowest ms"] >= seeking[0]["median ms"] > 0
 
 
+@pytest.mark.slow
 def test_advice(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(advice, "CPU", {"training.save_every_steps": advice.CPU["training.save_every_steps"]})
     advice.main(["--quick", "--json", str(tmp_path / "out.json")])

@@ -20,16 +20,22 @@ VOCABULARY, LENGTH = 19, 12
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def features(count: int, seed: int, double: bool = False) -> TensorData:
+def features(count: int, seed: int, double: bool = False, mislabelled: int | None = None) -> TensorData:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 6, generator=generator, dtype=torch.float64 if double else torch.float32)
-    return TensorData(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long())
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    if mislabelled is not None:
+        y[mislabelled] = 7
+    return TensorData(x, y)
 
 
 @register("data", "toy_classes")
-def classes(samples: int = 50, validation: int = 21, double: bool = False) -> DataSplits:
-    """Return points with one of three classes."""
-    return DataSplits(features(samples, 1, double), features(validation, 2, double) if validation else None)
+def classes(
+    samples: int = 50, validation: int = 21, double: bool = False, mislabelled: int | None = None
+) -> DataSplits:
+    """Return points with one of three classes; a sample of the validation may have another one."""
+    checked = features(validation, 2, double, mislabelled) if validation else None
+    return DataSplits(features(samples, 1, double), checked)
 
 
 def sentences(count: int, seed: int) -> TensorData:

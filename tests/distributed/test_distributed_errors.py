@@ -27,6 +27,11 @@ MISTAKES = {
         {"data": {"name": "toy_dataset", "samples": 50, "bad": 7}},
         "sample 7 cannot be read",
     ),
+    "sharded, a label that only the second sees": (
+        {},
+        {"data": {"name": "toy_classes", "mislabelled": 9}, "parallel": "fsdp"},
+        "in validation, tried before the first step: labels out of range: found 7",
+    ),
     "mistake in the backward pass of one": (
         {},
         {"model": {"name": "toy_tripwire"}},

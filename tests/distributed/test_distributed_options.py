@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from etude.cli.main import app
 from etude.core.errors import ConfigError
 from etude.distributed.launch import LaunchOptions
+from etude.distributed.settings import ParallelConfig
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,12 @@ from etude.distributed.launch import LaunchOptions
 def test_mistakes(options, words):
     with pytest.raises(ConfigError, match=words):
         _ = LaunchOptions(**options).processes
+
+
+@pytest.mark.parametrize("plan", [{}, {"0": "replicated"}])
+def test_a_tensor_plan_that_divides_nothing_is_refused(plan):
+    with pytest.raises(ValueError, match="tensor_plan divides no layer"):
+        ParallelConfig(tensor=2, tensor_plan=plan)
 
 
 def test_threads_and_words(monkeypatch):

@@ -81,7 +81,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sampled(2, LAYOUTS))
 def test_a_transformer_in_every_layout(runs, layout):
     size, section = LAYOUTS[layout]
     check(runs, (size,), {}, TRANSFORMER | {"optimizer": {"name": "adamw", "lr": 1e-3}}, section, 2e-5)

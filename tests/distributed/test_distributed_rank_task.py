@@ -9,7 +9,7 @@ from torch import nn
 
 from etude.core import LossTerm, Task
 from etude.core.task import as_task
-from etude.distributed.parallel import RankTask
+from etude.distributed.parallel import RankTask, local_gradients
 
 
 def terms_of(model, batch, *, metrics):
@@ -44,6 +44,22 @@ def test_terms_of_an_idle_rank_are_reported_as_those_of_the_others():
             expected.optional,
         )
         assert term.sum.requires_grad == term.is_weighted
+
+
+@pytest.mark.parametrize("in_lockstep", [False, True])
+def test_with_accumulation_a_metric_with_a_gradient_stays_a_metric(in_lockstep):
+    """Its count is not known before the last micro-batch, so it could not be trained later."""
+
+    def terms(model, batch, *, metrics):
+        output = model(batch)
+        return {"loss": LossTerm(output.sum(), 3.0), "size": LossTerm(output.square().sum(), 3.0, 0.0)}
+
+    world = SimpleNamespace(size=2, in_lockstep=in_lockstep, gather_text=lambda text: [text, text])
+    model, task = nn.Linear(2, 1), RankTask(as_task(terms), world)
+    with local_gradients(model):
+        first = task(model, torch.ones(3, 2), metrics=True)
+    last = task(model, torch.ones(3, 2), metrics=True)
+    assert [[one.is_weighted for one in some.values()] for some in (first, last)] == [[True, False]] * 2
 
 
 class Decides(Task):

@@ -12,6 +12,7 @@ from etude.config import lookup
 from etude.core import ConfigError
 from etude.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop, decay_groups, get_lr, set_lr
 from etude.optim.kernels import choose_kernel
+from forked_python import run_python
 
 CASES = [
     (SGD, torch.optim.SGD, {"lr": 0.1}),
@@ -205,6 +206,80 @@ def test_gradients_set_by_hand_may_have_another_layout_than_the_weights(optimize
             optimizer.step()
     torch.testing.assert_close(weights[0], weights[1].detach(), check_stride=False)
     assert not torch.equal(weights[1], values)
+
+
+@pytest.mark.parametrize("way", ["loaded", "converted", "converted back"])
+@pytest.mark.parametrize(("optimizer_class", "arguments"), [(SGD, {"momentum": 0.9}), (Adam, {}), (Adagrad, {})])
+def test_states_follow_weights_that_change_their_layout(optimizer_class, arguments, way):
+    """Fused kernels take the elements of weights and states in the order of the memory."""
+    torch.manual_seed(0)
+    values, grads = torch.randn(4, 3, 2, 2), torch.randn(6, 4, 3, 2, 2)
+    first = torch.channels_last if way == "converted back" else torch.contiguous_format
+    then = torch.contiguous_format if way == "converted back" else torch.channels_last
+    weight, plain = nn.Parameter(values.clone(memory_format=first)), nn.Parameter(values.clone())
+    optimizer, reference = (optimizer_class([one], **arguments) for one in (weight, plain))
+    reference.param_groups[0] |= {"fused": False, "foreach": False}
+    for step, grad in enumerate(grads):
+        if step == 3 and way == "loaded":
+            saved, weight = optimizer.state_dict(), nn.Parameter(weight.detach().clone(memory_format=then))
+            optimizer = optimizer_class([weight], **arguments)
+            optimizer.load_state_dict(saved)
+        elif step == 3:
+            weight.data = weight.data.contiguous(memory_format=then)
+        weight.grad, plain.grad = torch.empty_like(weight).copy_(grad), grad.clone()
+        optimizer.step()
+        reference.step()
+    assert weight.is_contiguous(memory_format=then)
+    torch.testing.assert_close(weight, plain.detach(), check_stride=False)
+
+
+class Centred(AdamW):
+    """Changes what a step gets, as subclasses of torch's optimizers may."""
+
+    def _init_group(self, group, params, grads, *states):
+        found = super()._init_group(group, params, grads, *states)
+        grads[:] = [grad - grad.mean() for grad in grads]
+        return found
+
+
+@pytest.mark.parametrize("change", ["subclass", "betas", "amsgrad", "rate"])
+def test_whatever_is_unusual_goes_through_torchs_step(change):
+    results = []
+    for kernel in ("fused", "loop"):
+        params = parameters(torch.float32)
+        optimizer = (Centred if change == "subclass" else AdamW)(params, kernel=kernel, amsgrad=change == "amsgrad")
+        for group in optimizer.param_groups:
+            if change == "betas" and kernel == "fused":
+                group["betas"] = torch.tensor([0.9]), torch.tensor([0.999])
+            if change == "rate" and kernel == "fused":
+                group["lr"] = torch.tensor(group["lr"])
+        run(optimizer, params, range(4))
+        results.append(params)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_counts_advance_whatever_the_default_device_was_when_the_library_was_imported():
+    script = """
+import torch
+with torch.device("meta"):
+    from etude.optim import AdamW, Lookahead
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = Lookahead(AdamW([weight], lr=0.1))
+for _ in range(3):
+    weight.grad = torch.ones(3)
+    optimizer.step()
+print(optimizer.state[weight]["step"].item(), optimizer.state["lookahead"]["step"].item())
+"""
+    assert run_python("-c", script).stdout == "3.0 3\n"
+
+
+def test_adafactor_of_an_empty_parameter():
+    params = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    Adafactor(params, lr=0.1).step()
+    assert params[1].tolist() == pytest.approx([0.9, 0.9])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from etude.core import ConfigError
 from etude.sweep.check import check_sweep
 from etude.sweep.launch import devices_of
 from etude.sweep.space import ask, distribution, labels_of, pruner_of, values_of
-from etude.sweep.spec import Range, SweepSpec, override, read_document, read_spec, validated
+from etude.sweep.spec import Range, SweepSpec, candidates, override, read_document, read_spec, validated
 
 SWEEP = "experiment: points.yaml\nspace:\n  optimizer.lr: {low: 1e-4, high: 1e-1, log: true}\ntrials: 3\n"
 
@@ -217,3 +217,9 @@ def test_help_imports_neither_torch_nor_optuna():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "status" in done.stdout
+
+
+@pytest.mark.parametrize(("low", "high", "step"), [(0.1, 0.3, 0.2), (0.0, 0.3, 0.1), (1, 4, 3), (0.7, 0.8, 0.1)])
+def test_a_step_that_fits_in_spite_of_rounding(low, high, step):
+    values = Range(low=low, high=high, step=step)
+    assert max(candidates(values)) == high

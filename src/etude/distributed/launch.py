@@ -289,6 +289,8 @@ class Agent(LocalElasticAgent):
         if HUNG in codes:  # they have said so, and what to do
             return 1
         self._complain(f"{self._words()}; {RESUME}")
+        if killed := sorted(-code for code in codes if code < 0):
+            return 128 + killed[0]  # as a shell reports it
         return ConnectionLost.exit_code if codes == {ConnectionLost.exit_code} else 1
 
 

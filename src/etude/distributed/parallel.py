@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +64,23 @@ def check_inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+_LOCAL: WeakSet[nn.Module] = WeakSet()
+"""Models whose backward passes do not all-reduce now."""
+
+
 @contextmanager
 def local_gradients(model: nn.Module) -> Iterator[None]:
     """Within this block, backward passes do not all-reduce: for all but the last micro-batch."""
+    _LOCAL.add(model)
+    try:
+        with _without_sync(model):
+            yield
+    finally:
+        _LOCAL.discard(model)
+
+
+@contextmanager
+def _without_sync(model: nn.Module) -> Iterator[None]:
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -252,7 +267,7 @@ class RankTask(Task):
 
     def _keeps_terms(self, model: nn.Module, batch: Batch) -> bool:
         """Whether several terms may be trained: with gradient accumulation this requires known counts."""
-        self._accumulates = self._accumulates or _is_local(model)
+        self._accumulates = self._accumulates or model in _LOCAL
         if self._accumulates and self._knows_counts is None:
             self._knows_counts = self.task.counts(batch) is not None
         return not self._accumulates or bool(self._knows_counts)
@@ -281,7 +296,3 @@ class RankTask(Task):
             else term
             for name, term in terms.items()
         }
-
-
-def _is_local(model: nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync

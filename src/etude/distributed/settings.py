@@ -76,6 +76,8 @@ class ParallelConfig(SectionModel):
             raise ValueError("meta_device is for a model that processes divide; set shard or tensor to 2 or more")
         if self.tensor == 1 and self.tensor_plan is not None:
             raise ValueError("tensor_plan divides layers over processes, but tensor is 1; set tensor to 2 or more")
+        if self.tensor_plan is not None and {*self.tensor_plan.values()} <= {"replicated"}:
+            raise ValueError("tensor_plan divides no layer; give one a style such as colwise, or leave it out")
         return self
 
     def sizes(self, world_size: int, parameters: int = 0, device_bytes: int | None = None) -> "Sizes":

@@ -64,7 +64,7 @@ def _norm(values: Tensor) -> Tensor:
 
 
 def _is_long(values: Tensor) -> bool:
-    return values.numel() >= LONG and values.is_cpu and type(values) is Tensor
+    return values.numel() >= LONG and values.is_cpu and type(values) is Tensor and values.layout is torch.strided
 
 
 def _by_rows(tensors: list[Tensor]) -> Tensor:

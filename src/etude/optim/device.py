@@ -253,6 +253,8 @@ class Adafactor(DeviceOptimizer):
             if "step" not in self.state[param]:
                 self._steps([param])
                 self._factors([param]) if param.dim() >= 2 else self.states("variance", [param], torch.zeros_like)
+        grads = [grad for param, grad in zip(params, grads, strict=True) if param.numel()]
+        params = [param for param in params if param.numel()]  # torch divides by it
         states = [self.state[param] for param in params]
         adafactor(
             params,

@@ -7,6 +7,7 @@ import inspect
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from etude.optim.kernels import KernelOptimizer, are_plain, have_one_layout
 
 _GRAD, _IS_CPU, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "is_cpu", "dtype", "is_sparse"))
 _IS_CONTIGUOUS = Tensor.is_contiguous
-_ONE = torch.ones(())
 
 
 class DirectStep(KernelOptimizer):
@@ -49,7 +49,7 @@ class DirectStep(KernelOptimizer):
         params = group["params"]
         if not group["fused"] or type(group["lr"]) is not float or not all(map(_IS_CPU, params[:1])):
             return None
-        if (names := self.direct_states(group)) is None:
+        if (names := self.direct_states(group)) is None or not _is_own(type(self)._init_group):
             return None
         params = [param for param in params if param.grad is not None]
         if not params:
@@ -60,15 +60,25 @@ class DirectStep(KernelOptimizer):
             or any(map(_IS_SPARSE, grads))
             or len({*map(_DTYPE, params), *map(_DTYPE, grads)}) > 1
             or not are_plain({*map(type, params), *map(type, grads)})
-            or not (all(map(_IS_CONTIGUOUS, [*params, *grads])) or all(map(have_one_layout, params, grads)))
         ):
             return None
         states = [[self.state[param].get(name) for param in params] for name in names]
         if any(one is None for some in states for one in some):  # a first step
             return None
+        if not all(map(_IS_CONTIGUOUS, chain(params, grads, *states))):
+            if not all(map(have_one_layout, params, grads)):
+                return None
+            self.arrange_states(params)
+            states = [[self.state[param][name] for param in params] for name in names]
         return [params, grads, *states]
+
+
+def _is_own(method: Callable[..., Any]) -> bool:
+    """Whether a method is one of ours: another one may change what a step gets."""
+    return method.__module__.startswith("etude.optim.")
 
 
 def count_one(counts: list[Tensor]) -> None:
     """Add 1 to each; adding a number instead of a tensor takes four times as long on the CPU."""
-    torch._foreach_add_(counts, [_ONE] * len(counts))
+    one = torch.ones((), dtype=torch.float32, device="cpu")
+    torch._foreach_add_(counts, [one] * len(counts))

@@ -121,6 +121,11 @@ def have_one_layout(param: Tensor, grad: Tensor) -> bool:
     return (param.is_contiguous() and grad.is_contiguous()) or param.stride() == grad.stride()
 
 
+def _are_alike(param: Tensor, other: Tensor) -> bool:
+    """Whether a tensor has an element for every one of a parameter, in the same dtype."""
+    return _is_plain(param) and other.shape == param.shape and other.dtype is param.dtype
+
+
 class KernelOptimizer(torch.optim.Optimizer):
     """Mixin: chooses a kernel for every parameter group, and reads and sets the learning rate."""
 
@@ -194,9 +199,17 @@ class KernelOptimizer(torch.optim.Optimizer):
         found = super()._init_group(group, params, grads, *states)  # type: ignore[misc]
         if group.get("fused"):
             for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                if not have_one_layout(param, grad) and _is_plain(param):
+                if not grad.is_sparse and not have_one_layout(param, grad) and _are_alike(param, grad):
                     param.grad = grads[place] = torch.empty_like(param).copy_(grad)
         return found
+
+    def arrange_states(self, params: Iterable[Tensor]) -> None:
+        """Put the states of parameters into their memory layout, in which fused kernels take the elements."""
+        for param in params:
+            state = self.state.get(param, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and not have_one_layout(param, value) and _are_alike(param, value):
+                    state[name] = torch.empty_like(param).copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state and the hyperparameters; the kernel stays the one chosen for the current parameters."""
@@ -205,6 +218,7 @@ class KernelOptimizer(torch.optim.Optimizer):
         if len(saved) == len(kernels):  # otherwise torch raises its own error
             saved = [{**group, **kernel} for group, kernel in zip(saved, kernels, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": saved})
+        self.arrange_states(param for group in self.param_groups for param in group["params"])
 
     def get_lr(self) -> float:
         """Return the learning rate of the first parameter group."""

@@ -139,7 +139,8 @@ class SGD(DirectStep, torch.optim.SGD):
 class _Adam(DirectStep):
     def direct_states(self, group: dict[str, Any]) -> Sequence[str] | None:
         """Return both moments and the counts of steps."""
-        return None if group["amsgrad"] else ["exp_avg", "exp_avg_sq", "step"]
+        is_usual = not group["amsgrad"] and all(isinstance(beta, float) for beta in group["betas"])
+        return ["exp_avg", "exp_avg_sq", "step"] if is_usual else None
 
     def call_kernel(self, group: dict[str, Any], lists: Sequence[list[Tensor]], grad_scale: Tensor | None) -> None:
         """Count the step, and call the kernel of Adam or AdamW."""

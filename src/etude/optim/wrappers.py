@@ -22,7 +22,6 @@ Inner = Annotated[Optimizer, Section("optimizer", frozenset({"params"}))]
 SLOW, COUNTER = "slow", "lookahead"
 """Keys in the state of the wrapped optimizer: the slow weights of a parameter, and the state of the wrapper."""
 _STATE, _REQUIRES_GRAD = operator.attrgetter("state"), operator.attrgetter("requires_grad")
-_ONE = torch.ones((), dtype=torch.int64)  # faster to add than a number
 SMALLEST_NORM = 1e-12
 """Added to a norm before dividing by it, as in published implementations."""
 
@@ -68,6 +67,7 @@ class Lookahead(Optimizers):
         self.k, self.alpha = k, alpha
         super().__init__([optimizer])
         self._leaves = optimizers_in(self)
+        self._one = torch.ones((), dtype=torch.int64, device="cpu")  # faster to add than a number
         self._states: list[Any] = []
         """The states in which the weights were found: loading makes others."""
         self._slow: list[Tensor] = []
@@ -99,13 +99,12 @@ class Lookahead(Optimizers):
         """Count an update that was applied, and move the weights if it is the k-th."""
         skipped = vars(self).get("found_inf")  # set if the kernel decides on the device whether to skip
         # After a skipped update the count may be a multiple again: slow and trained weights are then equal already.
+        # On the CPU reading does not wait.
         if not count.is_cpu:
             count.add_(1 if skipped is None else skipped == 0)
             with torch.no_grad():
                 _move_if(count.remainder(self.k) == 0, *self._trained(), self.alpha)
-        elif (skipped is None or not skipped.item()) and count.add_(
-            _ONE
-        ).item() % self.k == 0:  # reading does not wait
+        elif (skipped is None or not skipped.item()) and count.add_(self._one).item() % self.k == 0:
             slow, fast = self._trained()
             with torch.no_grad():
                 torch._foreach_lerp_(slow, fast, self.alpha)

@@ -2,19 +2,22 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from pathlib import Path
 
 LOG = "output.txt"
 """File in a run folder with what its process printed."""
-MAX_KILLS = 3
-"""How often a run is started whose process is killed, for example because memory ran out."""
+KILLING = {*signal.Signals} - {signal.SIGINT}
+SIGNALLED = 128
+"""Added to the number of a signal, the exit code of a launcher one of whose processes was killed by it."""
 
 
 class TrialProcess:
@@ -71,8 +74,7 @@ def start_run(
     command = [sys.executable, "-m", "etude", "resume", str(run_dir)]
     if not (run_dir / "config.yaml").exists():
         command[-2:] = ["train", experiment, *overrides, "--run-dir", str(run_dir)]
-    restarts = ["--max-restarts", str(MAX_KILLS - 1)]
-    return _Launched([*command, "-q", "--nproc", str(nproc), *restarts], log, environment)
+    return _Launched([*command, "-q", "--nproc", str(nproc)], log, environment)
 
 
 def wait_for(processes: Sequence[TrialProcess], timeout_s: float) -> None:
@@ -103,7 +105,7 @@ class _Forked(TrialProcess):
 
 
 class _Launched(TrialProcess):
-    """A run of several processes, started by `--nproc`, which restarts lost ones."""
+    """A run of several processes, started by etude."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
         super().__init__(log)
@@ -118,13 +120,36 @@ class _Launched(TrialProcess):
             )
 
     def poll(self) -> int | None:
-        return self.process.poll()
+        """Return the exit code, negative if one of the processes was killed; 130 is an interrupt."""
+        code = self.process.poll()
+        return SIGNALLED - code if code is not None and code - SIGNALLED in KILLING else code
+
+    def printed(self) -> str:
+        """Return what the processes have printed, without their ranks and what the launcher says of their end."""
+        lines = re.sub(r"^\[rank\d+\]: ?", "", super().printed(), flags=re.MULTILINE).split("\n")
+        return "\n".join(one for one in lines if not one.startswith("etude: process "))
 
     def terminate(self) -> None:
         self.process.terminate()
 
     def kill(self) -> None:
-        self.process.kill()  # its processes end with it
+        """Stop it with all its processes and theirs."""
+        groups = _children(self.process.pid) if self.process.poll() is None else []
+        self.process.kill()
+        for group in groups:  # each is a session of its own
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def _children(parent: int) -> list[int]:
+    """Return the processes that a process has started; none where there is no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            after_name = path.read_text(errors="replace").rpartition(")")[2].split()
+            if int(after_name[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
 
 
 def devices_of(slot: int, nproc: int, count: int) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from etude.core.errors import ConfigError, RunFolderError, TrainingError
 from etude.core.files import FolderLock, LockHeld
 from etude.sweep.folder import SweepFolder, import_optuna
-from etude.sweep.launch import MAX_KILLS, devices_of, start_run, start_server, wait_for
+from etude.sweep.launch import devices_of, start_run, start_server, wait_for
 from etude.sweep.spec import SPEC, SweepSpec, override, read_document, validated
 from etude.sweep.trials_file import TrialsFile
 from etude.sweep.watch import RunningTrial
@@ -27,6 +27,8 @@ POLL_S = 0.2
 """How often metrics are read while nothing ends."""
 MAX_FAILURES = 3
 """Trials that may fail before one succeeds."""
+MAX_KILLS = 3
+"""How often a run is started whose process is killed, for example because memory ran out."""
 INTERRUPTED = 130
 Say = Callable[[str], None]
 

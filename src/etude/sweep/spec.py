@@ -42,7 +42,8 @@ class Range(SectionModel):
             raise ValueError(f"log: true needs a positive low, found {self.low}")
         if self.log and self.step is not None:
             raise ValueError("log and step exclude each other; remove one")
-        if self.step is not None and self.low + self.step > self.high:
+        length = self.high - self.low
+        if self.step is not None and self.step > length and not math.isclose(self.step, length):  # 0.3 - 0.1 < 0.2
             raise ValueError(f"step {self.step} is more than the distance from {self.low} to {self.high}")
         return self
 
@@ -128,7 +129,7 @@ def candidates(values: Range | list[Any]) -> Iterator[Any]:
         yield from values
     else:
         yield from (values.low, values.high)
-        yield from () if values.step is None else (values.low + values.step,)
+        yield from () if values.step is None else (min(values.low + values.step, values.high),)
 
 
 def override(key: str, value: Any) -> str:

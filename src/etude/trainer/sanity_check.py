@@ -48,7 +48,10 @@ def check_validation(model: nn.Module, task: Task, loader: Loader, num_batches: 
             with _explained(together=machine.world.size > 1), machine.validating():
                 evaluate(model, trial, first, precision=machine.precision, world=world)
 
-        machine.world.attempt(attempt)
+        if world is None:
+            machine.world.attempt(attempt)
+        else:  # a rank that failed would exchange something else than the others, in the midst of their rounds
+            attempt()
 
 
 class _FirstBatches:
