@@ -9,7 +9,7 @@ from parallel_checks import compare_one, make_mlp, points, tokens, trained
 from torch import nn
 
 from etude import CausalTransformerLM, deferred_weights
-from etude.core import ConfigError, LossTerm, TrainingError
+from etude.core import ConfigError, DataError, LossTerm, TrainingError
 from etude.core.model import whole
 from etude.distributed import World, leave_world
 from etude.engine.alternating import AlternatingTask
@@ -198,6 +198,8 @@ def what_is_not_divided() -> None:
         trained(Sparse, (tokens(), tokens()[:, 0] // 9), parallel="fsdp")
     with pytest.raises(TrainingError, match="different losses for the same samples"):
         trained(make_even, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
+    with pytest.raises(DataError, match=r"layer '2'.*parallel\.tensor_plan divides it"):
+        trained(make_mlp, points(), parallel={"tensor": 2, "tensor_plan": {"*": "colwise"}})
 
     def changed_later():
         with deferred_weights():

@@ -1,5 +1,6 @@
 """Tensor parallelism: the layers of a model divided over processes, by its own plan or one of the config."""
 
+import logging
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +35,8 @@ def divide_layers(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = 
             raise ConfigError(f"the tensor plan divides '{pattern}', which is no layer of {type(model).__name__}")
         styles |= {name: _style(style, model.get_submodule(name), name) for name in found if style != "replicated"}
     parallelize_module(model, mesh, styles)
+    # Of a layer that does not fit, torch prints a traceback beside the error that it raises.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for first, others in tied.items():
         _tie(model, first, others)
 

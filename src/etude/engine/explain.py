@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from etude.core import DataError, EtudeError, TrainingError
 from etude.core.batch import targets_of, tensors_in
 from etude.core.spelling import shorten
+from etude.distributed.shards import is_sharded
 from etude.losses import LossStrategy
 
 P = ParamSpec("P")
@@ -80,6 +81,8 @@ def explain_misfit(error: BaseException) -> str | None:
     if by_sizes and not by_layer:  # in the code of the model or loss itself
         said += f" ({Path(frames[-1].f_code.co_filename).name}:{steps[-1][1]})"
     remedy = "convert the data" if _TYPES.search(said) else "change the sizes of the model, or the data"
+    if _is_divided(frames):
+        remedy = "parallel.tensor_plan divides it; a colwise layer passes its part to a rowwise one"
     if by_call:
         remedy = "the model receives all but the last element of a batch (a, b, …, labels), or the whole object"
     return f"{who}: {said}; {remedy}"
@@ -95,6 +98,12 @@ def _is_in_torch_nn(frame: FrameType) -> bool:
     """Return whether this is code of a torch layer or loss; `Module.__call__` counts as the caller's code."""
     code = frame.f_code
     return code.co_filename.startswith(_TORCH_NN) and not code.co_filename.endswith("/module.py")
+
+
+def _is_divided(frames: list[FrameType]) -> bool:
+    """Return whether processes divide the innermost running module by a tensor plan."""
+    modules = [frame.f_locals["self"] for frame in frames if frame.f_code in _CALLS]
+    return bool(modules) and any(map(is_sharded, modules[-1].parameters(recurse=False)))
 
 
 def _layer(frames: list[FrameType]) -> str | None:
