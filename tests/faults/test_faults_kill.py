@@ -83,7 +83,7 @@ def test_killed_at_many_random_moments(victim, reference, assert_same_run, seed)
 
 
 def kill_while_saving(victim: Victim, rng: random.Random, times: int) -> None:
-    for _ in range(10 * times):
+    for _ in range(40 * times):
         if victim.is_finished:  # its last saves were too short to be seen: begin with another run
             shutil.rmtree(victim.folder)
         before = set(victim.unfinished_saves())
