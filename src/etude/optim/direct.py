@@ -7,6 +7,7 @@ import inspect
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -63,7 +64,7 @@ class DirectStep(KernelOptimizer):
         ):
             return None
         states = [[self.state[param].get(name) for param in params] for name in names]
-        if any(one is None for some in states for one in some):  # a first step
+        if type(None) in {*map(type, chain(*states))}:  # a first step
             return None
         if not all(map(_IS_CONTIGUOUS, chain(params, grads, *states))):
             if not all(map(have_one_layout, params, grads)):
@@ -80,5 +81,10 @@ def _is_own(method: Callable[..., Any]) -> bool:
 
 def count_one(counts: list[Tensor]) -> None:
     """Add 1 to each; adding a number instead of a tensor takes four times as long on the CPU."""
-    one = torch.ones((), dtype=torch.float32, device="cpu")
-    torch._foreach_add_(counts, [one] * len(counts))
+    torch._foreach_add_(counts, [_one()] * len(counts))
+
+
+@cache
+def _one() -> Tensor:
+    """Return 1, made when it is needed: while modules are imported, another default device may be set."""
+    return torch.ones((), dtype=torch.float32, device="cpu")
