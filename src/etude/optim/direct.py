@@ -12,12 +12,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from etude.optim.eager import without_grad
 from etude.optim.kernels import KernelOptimizer, are_plain, have_one_layout
 
 _GRAD, _IS_CPU, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "is_cpu", "dtype", "is_sparse"))
 _IS_CONTIGUOUS = Tensor.is_contiguous
+_USUAL = {Tensor, nn.Parameter}
 
 
 class DirectStep(KernelOptimizer):
@@ -27,7 +29,7 @@ class DirectStep(KernelOptimizer):
         """Update all parameters that have a gradient; return what the closure returns."""
         groups = self.param_groups
         lists = [self._lists(group) for group in groups] if closure is None else [None]
-        with torch.no_grad():
+        with without_grad():
             if None in lists or "found_inf" in vars(self):
                 # Without torch's wrappers, which this method has too: they would run hooks a second time.
                 return inspect.unwrap(super().step.__func__)(self, closure)  # type: ignore[attr-defined]
@@ -52,25 +54,29 @@ class DirectStep(KernelOptimizer):
             return None
         if (names := self.direct_states(group)) is None or not _is_own(type(self)._init_group):
             return None
-        params = [param for param in params if param.grad is not None]
+        grads = [*map(_GRAD, params)]
+        if type(None) in (kinds := {*map(type, params), *map(type, grads)}):
+            params = [param for param in params if param.grad is not None]
+            grads = [*map(_GRAD, params)]
+            kinds.discard(type(None))
         if not params:
             return []
-        grads = [*map(_GRAD, params)]
         if (
-            not all(map(_IS_CPU, params))
+            not (kinds <= _USUAL or are_plain(kinds))
+            or not all(map(_IS_CPU, params))
             or any(map(_IS_SPARSE, grads))
             or len({*map(_DTYPE, params), *map(_DTYPE, grads)}) > 1
-            or not are_plain({*map(type, params), *map(type, grads)})
         ):
             return None
-        states = [[self.state[param].get(name) for param in params] for name in names]
+        found = [*map(self.state.__getitem__, params)]
+        states = [[one.get(name) for one in found] for name in names]
         if type(None) in {*map(type, chain(*states))}:  # a first step
             return None
         if not all(map(_IS_CONTIGUOUS, chain(params, grads, *states))):
             if not all(map(have_one_layout, params, grads)):
                 return None
             self.arrange_states(params)
-            states = [[self.state[param][name] for param in params] for name in names]
+            states = [[one[name] for one in found] for name in names]
         return [params, grads, *states]
 
 

@@ -7,7 +7,7 @@ is already imported; the results are the same.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -21,6 +21,7 @@ _MARK = "__dynamo_disable"
 _METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 _LAYERS = ("Optimizer.profile_hook_step.<locals>.wrapper", "_use_grad_for_differentiable.<locals>._use_grad")
 """What torch wraps around the `step` of its optimizers: hooks, a profiler label, and the gradient mode."""
+_NOTHING = nullcontext()
 
 
 @contextmanager
@@ -53,6 +54,11 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def without_grad() -> AbstractContextManager[Any]:
+    """Return `torch.no_grad()`, or nothing if gradients are already disabled: entering it again takes 1.5 µs."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
 def take_step(optimizer: Optimizer) -> None:
     """Do what `optimizer.step()` does; for torch's and our optimizers without hooks, skip torch's wrappers.
 
@@ -65,7 +71,7 @@ def take_step(optimizer: Optimizer) -> None:
     if inner is None or _is_watched(optimizer):
         optimizer.step()
     else:
-        with torch.no_grad():
+        with without_grad():
             inner(optimizer)
 
 

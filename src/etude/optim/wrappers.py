@@ -14,6 +14,7 @@ from etude.config.registry import Section, register
 from etude.core.arguments import checked
 from etude.core.errors import CheckpointError, ConfigError
 from etude.optim.clipping import global_norm
+from etude.optim.eager import without_grad
 from etude.optim.schedule_free import with_modes
 from etude.optim.several import Optimizers, Perturbed, everything_in, optimizers_in
 
@@ -102,11 +103,11 @@ class Lookahead(Optimizers):
         # On the CPU reading does not wait.
         if not count.is_cpu:
             count.add_(1 if skipped is None else skipped == 0)
-            with torch.no_grad():
+            with without_grad():
                 _move_if(count.remainder(self.k) == 0, *self._trained(), self.alpha)
         elif (skipped is None or not skipped.item()) and count.add_(self._one).item() % self.k == 0:
             slow, fast = self._trained()
-            with torch.no_grad():
+            with without_grad():
                 torch._foreach_lerp_(slow, fast, self.alpha)
                 torch._foreach_copy_(fast, slow)
 
