@@ -208,6 +208,41 @@ def test_sgd_with_dampening_stays_off_the_fused_kernel():
     assert SGD(parameters(), momentum=0.0, dampening=0.5).param_groups[0]["fused"] is True
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_a_parameter_that_comes_after_dampening_was_switched_on_starts_as_with_torch(maximize, scale):
+    ours, theirs = parameters(), parameters()
+    arguments = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "maximize": maximize}
+    mine, plain = SGD(ours, **arguments), torch.optim.SGD(theirs, foreach=False, **arguments)
+    if scale is not None:
+        mine.grad_scale = torch.tensor(scale)
+    for step in range(6):
+        for params, optimizer in ((ours, mine), (theirs, plain)):
+            set_gradients(params, step, first_of=2 if step < 3 else 0)
+            optimizer.param_groups[0]["dampening"] = 0.3 if step >= 2 else 0.0
+        for param in ours:
+            if param.grad is not None and scale is not None:
+                param.grad *= scale
+        mine.step()
+        plain.step()
+    assert mine.param_groups[0]["fused"]
+    for mine_, theirs_ in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine_, theirs_)
+
+
+def test_a_skipped_first_step_with_dampening_leaves_no_nan_in_the_momentum():
+    first, later = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = SGD([first, later], lr=0.1, momentum=0.9)
+    first.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["dampening"] = 0.5
+    later.grad = torch.full((3,), math.nan)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert optimizer.state[later]["momentum_buffer"].tolist() == [0.0] * 3
+    assert later.tolist() == [1.0] * 3
+
+
 def test_choose_kernel_refuses_a_mixture_of_tensor_types():
     class Quantised(Tensor):
         pass

@@ -123,17 +123,28 @@ class SGD(DirectStep, torch.optim.SGD):
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None]
     ) -> bool:
-        """Collect the tensors of a step; for the fused kernel, momentum starts at zero instead of unset.
+        """Collect the tensors of a step; for the fused kernel, momentum starts with a value instead of unset.
 
-        Without dampening the update is the same. But torch's fused kernel fails if a parameter gets its first
-        gradient later than the others, and leaves momentum uninitialised if the first step is skipped.
+        The update is the same. But torch's fused kernel fails if a parameter gets its first gradient later than the
+        others, and leaves momentum uninitialised if the first step is skipped.
         """
         has_sparse_grad: bool = super()._init_group(group, params, grads, buffers)
-        if group["fused"] and group["dampening"] == 0:
+        are_first = all(buffer is None for buffer in buffers)
+        if group["fused"] and not (group["dampening"] and are_first):
             for place, buffer in enumerate(buffers):
                 if buffer is None:
-                    buffers[place] = torch.zeros_like(params[place], memory_format=torch.preserve_format)
+                    buffers[place] = self._before_first(group, params[place], grads[place])
         return has_sparse_grad
+
+    def _before_first(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        """Return the momentum from which the kernel computes that of a first step: the gradient, without dampening."""
+        if group["dampening"] == 0:
+            return torch.zeros_like(param, memory_format=torch.preserve_format)
+        scale, skipped = vars(self).get("grad_scale"), vars(self).get("found_inf")
+        first = grad.neg() if group["maximize"] else grad.clone()
+        first = (first if scale is None else first.div_(scale)).add_(param, alpha=group["weight_decay"])
+        first.mul_(group["dampening"] / group["momentum"])
+        return first if skipped is None else first.masked_fill_(skipped != 0, 0.0)
 
 
 class _Adam(DirectStep):
