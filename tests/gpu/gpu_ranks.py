@@ -1,6 +1,6 @@
 """One of several processes that share a CUDA device, by gloo: trains alone, then with the others, and compares.
 
-python gpu_ranks.py CASE, with the variables of a launcher.
+python gpu_ranks.py CASE [BACKEND], with the variables of a launcher.
 """
 
 import sys
@@ -49,16 +49,22 @@ CASES = {
     "fsdp, images": (make_conv, images, "fsdp", {}, {}),
     "fsdp, recomputed": (make_language, text, "fsdp", {"activation_checkpointing": True}, {}),
     "fsdp, compiled": (make_language, text, "fsdp", {"compile": True}, {}),
+    "tensor": (make_language, text, {"tensor": 2}, {"grad_accum_steps": 2, "gradient_clip_norm": 0.5}, {}),
+    "ddp, tensor": (make_language, text, {"data": 2, "tensor": 2}, {"gradient_clip_norm": 0.5}, {}),
+    "fsdp, tensor": (make_language, text, {"shard": 2, "tensor": 2}, {"gradient_clip_norm": 0.5}, {}),
     "offload": (make_language, text, {"shard": 2, "cpu_offload": True}, {"gradient_clip_norm": 0.5}, {}),
 }
 
+RANKS = dict.fromkeys(CASES, 2) | {"ddp, tensor": 4, "fsdp, tensor": 4}
+"""Processes of each case."""
 
-def main(case: str) -> None:
-    dist.init_process_group("cpu:gloo,cuda:gloo")
+
+def main(case: str, backend: str = "cpu:gloo,cuda:gloo") -> None:
+    dist.init_process_group(backend)
     make, data, parallel, config, more = CASES[case]
     settings = {"device": "cuda", "deterministic": True, "precision": "fp32", **config}
     compare(make, data(), parallel, config=settings, **more)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""On a CUDA device: two processes that share it train like one, whatever they divide."""
+"""On a CUDA device: processes that share it train like one, whatever they divide."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_ranks import CASES
+from gpu_ranks import CASES, RANKS
 
 pytestmark = pytest.mark.gpu
 
@@ -24,10 +24,11 @@ def free_port():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_on_one_device_train_like_one(case, tmp_path):
-    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+def test_processes_on_one_device_train_like_one(case, tmp_path):
+    ranks = RANKS[case]
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     running = []
-    for rank in range(2):
+    for rank in range(ranks):
         env = os.environ | shared | EXACT | {"RANK": str(rank)}
         with (tmp_path / f"{rank}.txt").open("w") as log:
             command = [sys.executable, "-X", "faulthandler", SCRIPT, case]
@@ -37,4 +38,4 @@ def test_two_processes_on_one_device_train_like_one(case, tmp_path):
     finally:
         for one in running:
             one.kill()
-    assert codes == [0, 0], "\n".join((tmp_path / f"{rank}.txt").read_text()[-3000:] for rank in range(2))
+    assert codes == [0] * ranks, "\n".join((tmp_path / f"{rank}.txt").read_text()[-3000:] for rank in range(ranks))

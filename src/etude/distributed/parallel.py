@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +44,53 @@ def wrap_data_parallel(
     if any(param.dim() == 4 and 1 in param.shape[1:] for param in model.parameters()):
         # Both memory formats fit such a weight, and its gradient may have the other one: a few numbers are copied.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    wrapped = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
-    if not find_unused_parameters:
-        # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
-        # more ranks are summed. Done here, the first step after a resume sums like any other.
-        idle_output(wrapped).backward()
-        for param in model.parameters():
-            param.grad = None
+    if find_unused_parameters:
+        return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
+    with _with_carrier(model, device) as carrier:
+        wrapped = DistributedDataParallel(model, device_ids=device_ids)
+    _CARRIERS[wrapped] = carrier
+    # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
+    # more ranks are summed. Done here, the first step after a resume sums like any other.
+    run_backward(wrapped, idle_output(wrapped))
+    for param in model.parameters():
+        param.grad = None
     return wrapped
+
+
+_CARRIERS: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
+"""By wrapped model, a parameter that is not trained: its gradient is a count, which is all-reduced with the others."""
+
+
+@contextmanager
+def _with_carrier(model: nn.Module, device: torch.device) -> Iterator[nn.Parameter]:
+    """Give the model another parameter while it is wrapped, of a dtype that shares a bucket with others."""
+    dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
+    exact = torch.float64 if torch.float64 in dtypes and torch.float32 not in dtypes else torch.float32
+    carrier = nn.Parameter(torch.zeros((), dtype=exact, device=device))
+    model.register_parameter("carrier_of_the_count", carrier)
+    try:
+        yield carrier
+    finally:
+        del model.carrier_of_the_count
+
+
+def run_backward(model: nn.Module, loss: Tensor, count: Tensor | float = 0.0) -> None:
+    """Run a backward pass; if it all-reduces the gradients of a wrapped model, the count of the step goes with them.
+
+    A collective of its own for one number would take as long as one for all gradients of a small model.
+    """
+    carrier = _CARRIERS.get(model)
+    if carrier is None or not model.require_backward_grad_sync:
+        loss.backward()
+        return
+    carrier.grad = None
+    number = count.to(carrier) if isinstance(count, Tensor) else torch.full_like(carrier, count)
+    torch.autograd.backward([loss, carrier], [None, number.detach().reshape(())])
+
+
+def mean_count(model: nn.Module) -> Tensor | None:
+    """Return the mean over ranks of the counts of the last `run_backward`; None if counts do not go with gradients."""
+    return None if (carrier := _CARRIERS.get(model)) is None else carrier.grad
 
 
 def check_inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -70,26 +70,6 @@ class World:
             run_collective(lambda alias: dist.all_reduce(alias, group=self.group), tensor)
         return tensor
 
-    def sum_later(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to sum over all ranks, in place; return a function that waits for the sum.
-
-        A device does not make the host wait: its stream does.
-        """
-        if self.size == 1:
-            return lambda: tensor
-        works: list[Any] = []
-
-        def start(alias: Tensor) -> None:
-            works.append(dist.all_reduce(alias, group=self.group, async_op=True))
-
-        def finish() -> Tensor:
-            works.pop().wait()
-            note_progress()
-            return tensor
-
-        run_collective(start, tensor)
-        return finish
-
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks the values of rank 0, in place."""
         if self.size > 1:

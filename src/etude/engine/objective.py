@@ -4,7 +4,7 @@ A task returns sums and counts. The gradients of the sums add up over micro-batc
 the count over all of them: k micro-batches of b samples are one batch of k·b samples, with any masks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from etude.core import Batch, Task, Terms, TrainingError
 from etude.core.task import check_terms
 from etude.distributed import World
-from etude.distributed.parallel import RankTask, check_gradients, idle_output, local_gradients, share_buffers_next
+from etude.distributed.parallel import (
+    RankTask,
+    check_gradients,
+    idle_output,
+    local_gradients,
+    mean_count,
+    run_backward,
+    share_buffers_next,
+)
 from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
 
@@ -72,8 +80,6 @@ class Objective:
         """Divisor of each term before its backward pass; None while the step has only one term."""
         self._single: tuple[str, Tensor | float] | None = None
         """Name and count of the only term."""
-        self._count_of_ranks: Callable[[], Counts] | None = None
-        """Waits for the count of the only term over all ranks, if they have begun to add it up."""
         self._counts_of = task.counts
         self._is_checked = False  # the return value of a task is checked once
 
@@ -83,7 +89,7 @@ class Objective:
         """Reset for a new step."""
         self.micro_batches, self.step = micro_batches, step
         self.sums, self.counts = {}, {}
-        self.totals = self._single = self._count_of_ranks = None
+        self.totals = self._single = None
         if self.defers:
             share_buffers_next(self.parts.model)
 
@@ -98,13 +104,11 @@ class Objective:
         """Add the terms of a micro-batch and run its backward pass."""
         weighted = self.add(terms)
         if not weighted:
-            self._begin_count()  # as ranks do that have something to learn
             self.all_reduce_nothing()
             return
         if self.totals is None:
             if self._are_single(weighted):
                 self._count_single(weighted)
-                self._begin_count()
             else:
                 self._divide_from_now_on(weighted)
         self.run_backward(weighted)
@@ -112,14 +116,16 @@ class Objective:
     def finish(self) -> Tensor | float:
         """Complete the gradients; return the divisor for the update."""
         if self.defers:
-            idle_output(self.parts.model).backward()
+            run_backward(self.parts.model, idle_output(self.parts.model), self._count)
         if self.totals is not None:
             return self.undo_average(1.0)
         if self._single is None:
             raise self.nothing_to_learn()
+        if (mean := mean_count(self.parts.model)) is not None:  # averaged over ranks like the gradients
+            check_gradients(self.parts.model, self.parts.params)
+            return _nonzero(mean)
         name, count = self._single
-        totals = self.over_ranks({name: count}) if self._count_of_ranks is None else self._count_of_ranks()
-        return self.undo_average(totals[name])
+        return self.undo_average(self.over_ranks({name: count})[name])
 
     def after_update(self) -> None:
         """Called after the update."""
@@ -153,11 +159,10 @@ class Objective:
         ((name, term),) = weighted.items()
         self._single = name, term.count if self._single is None else self._single[1] + term.count
 
-    def _begin_count(self) -> None:
-        """Add the count of the step over ranks while its last backward pass runs: nothing waits for it then."""
-        world = self.parts.world
-        if self._is_last and self.totals is None and world.size > 1 and not world.in_lockstep:
-            self._count_of_ranks = self._over_ranks_later({"": 0.0} if self._single is None else dict([self._single]))
+    @property
+    def _count(self) -> Tensor | float:
+        """The count of this rank so far, by which the update will divide; 0 if each term is divided by its own."""
+        return self._single[1] if self._single is not None and self.totals is None else 0.0
 
     def _divide_from_now_on(self, weighted: Terms) -> None:
         """From now on divide every term before its backward pass; divide the gradients so far by the same total."""
@@ -208,7 +213,7 @@ class Objective:
     def all_reduce_nothing(self) -> None:
         """Run the all-reduce of a step whose last micro-batch has no trained terms on this or any rank."""
         if self._is_last and self.parts.world.size > 1:
-            idle_output(self.parts.model).backward()
+            run_backward(self.parts.model, idle_output(self.parts.model), self._count)
 
     def run_backward(self, weighted: Terms) -> None:
         """Run the backward pass of Σ weight·sum/total, or of weight·sum if the update divides."""
@@ -222,7 +227,7 @@ class Objective:
                 "the loss does not depend on any parameter that is trained: look for .detach(), .item(), argmax, "
                 "torch.no_grad() or frozen layers between the parameters and the loss"
             )
-        self.parts.precision.scale(loss).backward()
+        run_backward(self.parts.model, self.parts.precision.scale(loss), self._count)
 
     def totals_of(self, weighted: Terms) -> Counts:
         """Return the counts of all terms over the whole step, once its terms are known."""
@@ -249,15 +254,10 @@ class Objective:
     def over_ranks(self, counts: Counts) -> Counts:
         """Return counts over all ranks, with zeros replaced."""
         if self.parts.world.size > 1:
-            return self._over_ranks_later(counts)()
+            names = sorted(counts)  # in the same order on every rank
+            row = torch.stack([_on_device(counts[name], self.parts.device) for name in names])
+            counts = dict(zip(names, self.parts.world.sum(row).unbind(), strict=True))
         return {name: _nonzero(count) for name, count in counts.items()}
-
-    def _over_ranks_later(self, counts: Counts) -> Callable[[], Counts]:
-        """Begin to add counts over all ranks; return a function that waits for them."""
-        names = sorted(counts)  # in the same order on every rank
-        row = torch.stack([_on_device(counts[name], self.parts.device) for name in names])
-        total = self.parts.world.sum_later(row)
-        return lambda: {name: _nonzero(one) for name, one in zip(names, total().unbind(), strict=True)}
 
     def undo_average(self, divisor: Tensor | float) -> Tensor | float:
         """Check that the gradients are complete; data parallelism averages over ranks, but a sum is needed."""

@@ -18,7 +18,7 @@ from etude.optim.eager import without_grad
 from etude.optim.kernels import KernelOptimizer, are_plain, have_one_layout
 
 _GRAD, _IS_CPU, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "is_cpu", "dtype", "is_sparse"))
-_IS_CONTIGUOUS = Tensor.is_contiguous
+_IS_CONTIGUOUS, _STRIDE = Tensor.is_contiguous, Tensor.stride
 _USUAL = {Tensor, nn.Parameter}
 
 
@@ -75,8 +75,10 @@ class DirectStep(KernelOptimizer):
         if not all(map(_IS_CONTIGUOUS, chain(params, grads, *states))):
             if not all(map(have_one_layout, params, grads)):
                 return None
-            self.arrange_states(params)
-            states = [[one[name] for one in found] for name in names]
+            layouts = [*map(_STRIDE, params)]
+            if any([*map(_STRIDE, some)] != layouts for some in states if some[0].shape == params[0].shape):
+                self.arrange_states(params)
+                states = [[one[name] for one in found] for name in names]
         return [params, grads, *states]
 
 
