@@ -26,7 +26,12 @@ def free_port():
 @pytest.mark.parametrize("case", CASES)
 def test_processes_on_one_device_train_like_one(case, tmp_path):
     ranks = RANKS[case]
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     running = []
     for rank in range(ranks):
         env = os.environ | shared | EXACT | {"RANK": str(rank)}
