@@ -206,7 +206,7 @@ def trainer(train, validation=None, **arguments) -> Trainer:
 
 
 def collectives_of_a_step() -> None:
-    """Gradients are summed once, after the last of the micro-batches, and the counts in one small call."""
+    """Gradients are summed once, after the last of the micro-batches, and the count of samples with them."""
     made = trainer(data(), config={"grad_accum_steps": 3})
     made.step.model.register_comm_hook(None, allreduce_hook)  # brings the sums of gradients through Python
     batches = [data(8)] * 3
@@ -221,7 +221,7 @@ def collectives_of_a_step() -> None:
     dist.all_reduce = counted
     made.step(batches)
     dist.all_reduce = original
-    assert calls == [1, 10]  # the count first, while the last backward pass runs
+    assert calls == [10 + 1]
     leave_world()
 
 

@@ -150,6 +150,41 @@ def replicated_like_alone() -> None:
     leave_world()
 
 
+class Labelled(LossStrategy):
+    """Counts the samples of one class only, which a process may have none of."""
+
+    def terms(self, output, batch, *, metrics):
+        chosen = batch[1] == 1
+        losses = F.cross_entropy(output.float(), batch[1], reduction="none")
+        return {"loss": LossTerm((losses * chosen).sum(), chosen.sum())}
+
+
+class Precise(nn.Module):
+    """Its last layer is in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 3).double()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)).double())
+
+
+def counts_with_gradients() -> None:
+    """The count by which a step is divided goes with the gradients: it is right, and leaves no trace in the model."""
+    x, labels = points()
+    labels[4:16] = 0  # whole batches have nothing to learn from on some process
+    few = {"config": {"batch_size": 6}, "loss": Labelled()}
+    compare_one(make_mlp, (x, labels), "ddp", **few)
+    compare_one(Precise, (x, labels), "ddp", **few)
+    names = {name for name, _ in make_mlp().named_parameters()}
+    model, losses, _ = trained(lambda: make_mlp().bfloat16(), (x.bfloat16(), labels), parallel="ddp", **few)
+    assert {name for name, _ in model.named_parameters()} == names == set(model.state_dict())
+    _, alone, _ = trained(lambda: make_mlp().bfloat16(), (x.bfloat16(), labels), World(), **few)
+    assert losses == pytest.approx(alone, rel=0.02, nan_ok=True)  # of a batch without labels there is no loss
+    leave_world()
+
+
 class Judge(nn.Module):
     """A model with another one inside, which has a tensor plan."""
 

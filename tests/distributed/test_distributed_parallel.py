@@ -178,6 +178,11 @@ def test_models_of_every_kind(runs, check_name):
     assert set(ended.codes) == {0}, ended
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_counts_with_gradients(runs, size):
+    runs.call(size, "counts_with_gradients").ok()
+
+
 @pytest.mark.parametrize(
     "check_name", ["llama_tensor", "llama_sharded", "mlp_plan", "mlp_optimizer", "mlp_double", "mlp_kernels"]
 )
