@@ -1,6 +1,6 @@
-"""One of several processes that share a CUDA device, by gloo: trains alone, then with the others, and compares.
+"""One of several processes that share a CUDA device, by NCCL: trains alone, then with the others, and compares.
 
-python gpu_ranks.py CASE [BACKEND], with the variables of a launcher.
+python gpu_ranks.py CASE, with the variables of a launcher.
 """
 
 import sys
@@ -59,12 +59,12 @@ RANKS = dict.fromkeys(CASES, 2) | {"ddp, tensor": 4, "fsdp, tensor": 4}
 """Processes of each case."""
 
 
-def main(case: str, backend: str = "cpu:gloo,cuda:gloo") -> None:
-    dist.init_process_group(backend)
+def main(case: str) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl")
     make, data, parallel, config, more = CASES[case]
     settings = {"device": "cuda", "deterministic": True, "precision": "fp32", **config}
     compare(make, data(), parallel, config=settings, **more)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

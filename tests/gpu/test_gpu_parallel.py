@@ -17,6 +17,10 @@ EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 """No TF32, whose rounding the division of a batch changes."""
 
 
+NCCL = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth,en,lo"}
+"""NCCL refuses two processes on a device unless they seem to be on different hosts, which talk by sockets."""
+
+
 def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -34,7 +38,7 @@ def test_processes_on_one_device_train_like_one(case, tmp_path):
     }
     running = []
     for rank in range(ranks):
-        env = os.environ | shared | EXACT | {"RANK": str(rank)}
+        env = os.environ | shared | EXACT | NCCL | {"RANK": str(rank), "NCCL_HOSTID": f"host{rank}"}
         with (tmp_path / f"{rank}.txt").open("w") as log:
             command = [sys.executable, "-X", "faulthandler", SCRIPT, case]
             running.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
