@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from etude import Callback, CausalTransformerLM, LeNet5, Trainer
 from etude.core import StepReport
 from etude.data import TensorData
 
-PROCESSES, WARM_UP = 2, 10
+PROCESSES = 2
 COLUMNS = {
     "model": "",
     "layout": "",
@@ -51,10 +51,10 @@ def vision(steps: int) -> tuple[nn.Module, Data]:
 
 
 MODELS: dict[str, tuple[Callable[[int], tuple[nn.Module, Data]], int, int]] = {
-    "transformer, 0.9 M": (language, 16, 60),
-    "LeNet-5": (vision, 256, 310),
+    "transformer, 0.9 M": (language, 16, 4),
+    "LeNet-5": (vision, 256, 25),
 }
-"""How model and data are made, the samples of a batch over all processes, and the steps."""
+"""How model and data are made, the samples of a batch over all processes, and the steps of a turn."""
 Times = tuple[float, float]
 """Seconds by the clock, and of the CPU."""
 
@@ -63,16 +63,12 @@ def now() -> Times:
     return time.perf_counter(), time.process_time()
 
 
-def per_step(start: Times, end: Times, steps: int) -> Times:
-    return (end[0] - start[0]) / (steps - WARM_UP), (end[1] - start[1]) / (steps - WARM_UP)
-
-
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
-def by_hand(name: str, layout: str, steps: int) -> Times:
-    """Return the time of a step of a plain loop."""
+def by_hand(name: str, layout: str, steps: int) -> Iterator[None]:
+    """Make a step of a plain loop whenever it is asked for the next one."""
     (make, batch, _), rank = MODELS[name], dist.get_rank()
     model, (x, y) = make(steps)
     own = batch // PROCESSES
@@ -87,58 +83,66 @@ def by_hand(name: str, layout: str, steps: int) -> Times:
             fully_shard(block)
         wrapped = fully_shard(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3, fused=True)
-    start, order = now(), torch.randperm(len(x))
+    order = torch.randperm(len(x))
     for step in range(steps):
-        if step == WARM_UP:
-            start = now()
         first = step * batch + rank * own
         chosen = order[first : first + own]
         optimizer.zero_grad()
         loss_of(wrapped, x[chosen], y[chosen]).backward()
         nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
         optimizer.step()
-    return per_step(start, now(), steps)
+        yield
 
 
-class Clock(Callback):
-    """Takes the time of the steps after the first ones."""
+class Turns(Callback):
+    """After every turn of some steps, lets a loop by hand make as many."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: Iterator[None], turn: int) -> None:
         super().__init__()
-        self.steps, self.start, self.end = 0, now(), now()
+        self.other, self.turn = other, turn
+        self.steps, self.start = 0, now()
+        self.mine: list[Times] = []
+        self.theirs: list[Times] = []
 
     def on_step_end(self, report: StepReport) -> None:
         self.steps += 1
-        self.end = now()
-        if self.steps == WARM_UP:
-            self.start = self.end
+        if self.steps % self.turn == 0:
+            self.mine.append(self.since())
+            for _ in zip(range(self.turn), self.other, strict=False):
+                pass
+            self.theirs.append(self.since())
+
+    def since(self) -> Times:
+        """Return the time of a step since the last call, and begin anew together with the other processes."""
+        end, start = now(), self.start
+        dist.barrier()
+        self.start = now()
+        return (end[0] - start[0]) / self.turn, (end[1] - start[1]) / self.turn
 
 
-def with_etude(name: str, layout: str, steps: int) -> Times:
-    """Return the time of a step of a `Trainer`."""
-    make, batch, _ = MODELS[name]
+def compare(name: str, layout: str, turns: int) -> list[tuple[Times, Times]]:
+    """Return the times of a step of a `Trainer` and of the loop by hand, turn by turn, without the first one."""
+    make, batch, turn = MODELS[name]
+    steps = turn * (turns + 1)
     model, data = make(steps)
-    clock = Clock()
+    clock = Turns(by_hand(name, layout, steps), turn)
     config = {"max_steps": steps, "epochs": 1, "batch_size": batch, "device": "cpu", "learning_rate": 1e-3}
     Trainer(model, TensorData(*data), config=config, callbacks=[clock], parallel=layout, progress=False).train()
-    return per_step(clock.start, clock.end, clock.steps)
+    return list(zip(clock.mine, clock.theirs, strict=True))[1:]
 
 
-def measure(most_steps: int, rounds: int) -> list[Row]:
+def measure(turns: int) -> list[Row]:
     """Measure in this process, together with the others."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows: list[Row] = []
-    for name, (_, _, steps) in MODELS.items():
+    for name in MODELS:
         for layout in ("ddp", "fsdp"):
-            times: dict[str, list[Times]] = {"by hand": [], "etude": []}
-            for turn in range(rounds):
-                for way, call in sorted({"by hand": by_hand, "etude": with_etude}.items(), reverse=bool(turn % 2)):
-                    times[way].append(call(name, layout, min(steps, most_steps)))
-            pairs = list(zip(times["etude"], times["by hand"], strict=True))
+            pairs = compare(name, layout, turns)
             low, middle, high = quartiles([mine[0] / theirs[0] for mine, theirs in pairs])
             row = {"model": name, "layout": layout, "etude / by hand": middle, "quartiles": f"{low:.3f} … {high:.3f}"}
-            row |= {f"{way} ms": quartiles([one[0] * 1e3 for one in some])[1] for way, some in times.items()}
+            for place, way in enumerate(("etude", "by hand")):
+                row[f"{way} ms"] = quartiles([pair[place][0] * 1e3 for pair in pairs])[1]
             rows.append({**row, "by CPU time": quartiles([mine[1] / theirs[1] for mine, theirs in pairs])[1]})
     dist.destroy_process_group()
     return rows
@@ -152,18 +156,17 @@ def free_port() -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
-        rows = measure(int(os.environ["BENCH_STEPS"]), int(os.environ["BENCH_ROUNDS"]))
+        rows = measure(int(os.environ["BENCH_TURNS"]))
         if os.environ["RANK"] == "0":
             Path(os.environ["BENCH_OUT"]).write_text(json.dumps(rows))
         return
     options = read_options(__doc__ or "", argv)
-    steps, rounds = (15, 1) if options.quick else (1000, 9)
+    turns = 2 if options.quick else 80
     progress(f"{PROCESSES} processes")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         sizes = {
-            "BENCH_STEPS": str(steps),
-            "BENCH_ROUNDS": str(rounds),
+            "BENCH_TURNS": str(turns),
             "BENCH_OUT": str(out),
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(PROCESSES),
@@ -179,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table(
         "What Etude adds to a step of several processes",
         COLUMNS,
-        f"{PROCESSES} processes, gloo, CPU, 1 thread each; median of {rounds} rounds in which both take turns, "
-        "50 steps of the transformer and 300 of LeNet-5. By hand: DistributedDataParallel or fully_shard, shuffled "
+        f"{PROCESSES} processes, gloo, CPU, 1 thread each; median of {turns} pairs of turns in one run, "
+        "4 steps of the transformer and 25 of LeNet-5 each. By hand: DistributedDataParallel or fully_shard, shuffled "
         "data, mean loss, clip_grad_norm_, fused AdamW.",
     )
     table.rows.extend(rows)
