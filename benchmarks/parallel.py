@@ -131,14 +131,14 @@ def compare(name: str, layout: str, turns: int) -> list[tuple[Times, Times]]:
     return list(zip(clock.mine, clock.theirs, strict=True))[1:]
 
 
-def measure(turns: int) -> list[Row]:
+def measure(turns: int, rounds: int) -> list[Row]:
     """Measure in this process, together with the others."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows: list[Row] = []
     for name in MODELS:
         for layout in ("ddp", "fsdp"):
-            pairs = compare(name, layout, turns)
+            pairs = [pair for _ in range(rounds) for pair in compare(name, layout, turns)]
             low, middle, high = quartiles([mine[0] / theirs[0] for mine, theirs in pairs])
             row = {"model": name, "layout": layout, "etude / by hand": middle, "quartiles": f"{low:.3f} … {high:.3f}"}
             for place, way in enumerate(("etude", "by hand")):
@@ -156,17 +156,18 @@ def free_port() -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
-        rows = measure(int(os.environ["BENCH_TURNS"]))
+        rows = measure(int(os.environ["BENCH_TURNS"]), int(os.environ["BENCH_ROUNDS"]))
         if os.environ["RANK"] == "0":
             Path(os.environ["BENCH_OUT"]).write_text(json.dumps(rows))
         return
     options = read_options(__doc__ or "", argv)
-    turns = 2 if options.quick else 80
+    turns, rounds = (2, 1) if options.quick else (25, 3)
     progress(f"{PROCESSES} processes")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         sizes = {
             "BENCH_TURNS": str(turns),
+            "BENCH_ROUNDS": str(rounds),
             "BENCH_OUT": str(out),
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(PROCESSES),
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table(
         "What Etude adds to a step of several processes",
         COLUMNS,
-        f"{PROCESSES} processes, gloo, CPU, 1 thread each; median of {turns} pairs of turns in one run, "
+        f"{PROCESSES} processes, gloo, CPU, 1 thread each; median of {rounds} runs of {turns} pairs of turns, "
         "4 steps of the transformer and 25 of LeNet-5 each. By hand: DistributedDataParallel or fully_shard, shuffled "
         "data, mean loss, clip_grad_norm_, fused AdamW.",
     )
