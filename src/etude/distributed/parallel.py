@@ -34,21 +34,21 @@ def wrap_data_parallel(
 
     Buffers (running statistics) are broadcast from rank 0 before every step.
     """
+    whole = model if find_unused_parameters else _Carrying(model, device)
     # Of types that DDP cannot broadcast there are constants, such as the angles of rotary positions: once is enough.
     unknown = {name: one for name, one in model.named_buffers() if one.dtype not in _BROADCAST and one.numel()}
     if unknown:
         share([*unknown.values()], world)
-        ignored = [*unknown, *(f"model.{name}" for name in unknown)]  # also inside `_Idle`
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        ignored = [*unknown, *(f"model.{name}" for name in unknown)]  # also inside `_Carrying` and `_Idle`
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ignored)
     device_ids = [device.index] if device.type == "cuda" else None
     if any(param.dim() == 4 and 1 in param.shape[1:] for param in model.parameters()):
         # Both memory formats fit such a weight, and its gradient may have the other one: a few numbers are copied.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    if find_unused_parameters:
-        return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
-    with _with_carrier(model, device) as carrier:
-        wrapped = DistributedDataParallel(model, device_ids=device_ids)
-    _CARRIERS[wrapped] = carrier
+    wrapped = DistributedDataParallel(whole, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
+    if not isinstance(whole, _Carrying):
+        return wrapped
+    wrapped.module, _CARRIERS[wrapped] = model, whole.carrier
     # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
     # more ranks are summed. Done here, the first step after a resume sums like any other.
     run_backward(wrapped, idle_output(wrapped))
@@ -61,17 +61,14 @@ _CARRIERS: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
 """By wrapped model, a parameter that is not trained: its gradient is a count, which is all-reduced with the others."""
 
 
-@contextmanager
-def _with_carrier(model: nn.Module, device: torch.device) -> Iterator[nn.Parameter]:
-    """Give the model another parameter while it is wrapped, of a dtype that shares a bucket with others."""
-    dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
-    exact = torch.float64 if torch.float64 in dtypes and torch.float32 not in dtypes else torch.float32
-    carrier = nn.Parameter(torch.zeros((), dtype=exact, device=device))
-    model.register_parameter("carrier_of_the_count", carrier)
-    try:
-        yield carrier
-    finally:
-        del model.carrier_of_the_count
+class _Carrying(nn.Module):
+    """A model with a carrier beside it, of a dtype that shares a bucket with others."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
+        exact = torch.float64 if torch.float64 in dtypes and torch.float32 not in dtypes else torch.float32
+        self.model, self.carrier = model, nn.Parameter(torch.zeros((), dtype=exact, device=device))
 
 
 def run_backward(model: nn.Module, loss: Tensor, count: Tensor | float = 0.0) -> None:
