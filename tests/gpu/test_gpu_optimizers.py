@@ -5,6 +5,7 @@ import torch
 from captured_runs import assert_same, captured, data, net, trained
 from torch import nn
 
+from etude import optim
 from etude.config.registry import names
 from etude.engine.precision import MixedPrecision
 from etude.engine.step import Step
@@ -150,3 +151,34 @@ def test_captured_steps_in_pieces_have_the_bytes_of_whole_ones(name, monkeypatch
     mine = train("on", name, tensors=data(bad=333))
     assert captured(mine)
     assert_same(mine, whole)
+
+
+DIRECT = [("SGD", {}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("Adam", {}), ("AdamW", {"maximize": True})]
+
+
+@pytest.mark.parametrize(("name", "arguments"), DIRECT)
+def test_fused_kernels_are_called_directly_with_the_bits_of_torchs_step(name, arguments, monkeypatch):
+    torch.manual_seed(0)
+    values, grads = ([torch.randn(9, 5, device="cuda") for _ in range(count)] for count in (4, 32))
+    results = []
+    for module in (torch.optim, optim):
+        params = [nn.Parameter(value.clone()) for value in values]
+        extra = {"fused": True} if module is torch.optim else {"kernel": "fused"}
+        optimizer = getattr(module, name)(
+            [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}], lr=0.01, **arguments, **extra
+        )
+        for step in range(8):
+            if step == 2:  # later than the states are made
+                optimizer.grad_scale = torch.tensor(4.0)  # on the host: brought to the device
+            if step == 2 and module is optim:
+                monkeypatch.setattr(getattr(torch.optim, name), "_init_group", None)
+            optimizer.found_inf = torch.tensor(float(step == 5), device="cuda")
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.01 * (step + 1), device="cuda")
+            for place, param in enumerate(params):
+                param.grad = None if place == 3 else grads[4 * step + place].clone()
+            optimizer.step()
+        results.append(
+            [*params, *(optimizer.state[param][key] for param in params[:3] for key in optimizer.state[param])]
+        )
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert len(results[0]) == len(results[1]) >= 4

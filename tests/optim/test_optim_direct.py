@@ -120,3 +120,22 @@ def test_on_the_cpu_a_fused_kernel_is_called_directly_with_the_bits_of_torchs_st
     for mine, other in zip(left, right, strict=True):
         found, wanted = both[0].state.get(mine, {}), both[1].state.get(other, {})
         assert all(torch.equal(found[key], value) for key, value in wanted.items() if value is not None)
+
+
+@pytest.mark.parametrize("ours", [SGD, Adam, AdamW, Adagrad])
+def test_a_step_that_finds_infinities_changes_nothing_not_even_the_count(ours):
+    params = parameters(torch.float32)
+    optimizer = ours(params, lr=0.01)
+    run(optimizer, params, range(3))
+    optimizer.found_inf = torch.ones(())
+    before = [param.detach().clone() for param in params]
+    counts = [
+        optimizer.state[param].get("step", torch.zeros(())).clone() for param in params if param.grad is not None
+    ]
+    run(optimizer, params, range(3, 5))
+    assert all(torch.equal(one, other) for one, other in zip(params, before, strict=True))
+    after = [optimizer.state[param].get("step", torch.zeros(())) for param in params if param.grad is not None]
+    assert counts == after
+    optimizer.found_inf = torch.zeros(())
+    run(optimizer, params, range(5, 6))
+    assert not any(torch.equal(one, other) for one, other in zip(params, before, strict=True) if one.grad is not None)

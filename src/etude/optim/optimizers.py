@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError
-from etude.optim.direct import DirectStep, count_one
+from etude.optim.direct import DirectStep, count_step
 from etude.optim.kernels import (
     ALIASES,
     Common,
@@ -103,7 +103,13 @@ class SGD(DirectStep, torch.optim.SGD):
         """Return the momentum, if there is one; with dampening the kernel is not used."""
         return ["momentum_buffer"] if group["momentum"] else []
 
-    def call_kernel(self, group: dict[str, Any], lists: Sequence[list[Tensor]], grad_scale: Tensor | None) -> None:
+    def call_kernel(
+        self,
+        group: dict[str, Any],
+        lists: Sequence[list[Tensor]],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         """Call the kernel of SGD."""
         params, grads, *buffers = lists
         torch._fused_sgd_(
@@ -118,6 +124,7 @@ class SGD(DirectStep, torch.optim.SGD):
             maximize=group["maximize"],
             is_first_step=False,
             grad_scale=grad_scale,
+            found_inf=found_inf,
         )
 
     def _init_group(
@@ -128,9 +135,10 @@ class SGD(DirectStep, torch.optim.SGD):
         The update is the same. But torch's fused kernel fails if a parameter gets its first gradient later than the
         others, and leaves momentum uninitialised if the first step is skipped.
         """
+        if not group["fused"]:
+            return torch.optim.SGD._init_group(self, group, params, grads, buffers)  # type: ignore[no-any-return]
         has_sparse_grad: bool = super()._init_group(group, params, grads, buffers)
-        are_first = all(buffer is None for buffer in buffers)
-        if group["fused"] and not (group["dampening"] and are_first):
+        if not (group["dampening"] and all(buffer is None for buffer in buffers)):
             for place, buffer in enumerate(buffers):
                 if buffer is None:
                     buffers[place] = self._before_first(group, params[place], grads[place])
@@ -153,10 +161,16 @@ class _Adam(DirectStep):
         is_usual = not group["amsgrad"] and all(isinstance(beta, float) for beta in group["betas"])
         return ["exp_avg", "exp_avg_sq", "step"] if is_usual else None
 
-    def call_kernel(self, group: dict[str, Any], lists: Sequence[list[Tensor]], grad_scale: Tensor | None) -> None:
+    def call_kernel(
+        self,
+        group: dict[str, Any],
+        lists: Sequence[list[Tensor]],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         """Count the step, and call the kernel of Adam or AdamW."""
         *others, counts = lists
-        count_one(counts)
+        count_step(counts, found_inf)
         kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         kernel(
             *others,
@@ -170,6 +184,7 @@ class _Adam(DirectStep):
             eps=group["eps"],
             maximize=group["maximize"],
             grad_scale=grad_scale,
+            found_inf=found_inf,
         )
 
 
@@ -263,9 +278,15 @@ class Adagrad(DirectStep, torch.optim.Adagrad):
         """Return the sums of squares and the counts of steps."""
         return ["sum", "step"]
 
-    def call_kernel(self, group: dict[str, Any], lists: Sequence[list[Tensor]], grad_scale: Tensor | None) -> None:
+    def call_kernel(
+        self,
+        group: dict[str, Any],
+        lists: Sequence[list[Tensor]],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         """Count the step, and call the kernel of Adagrad."""
-        count_one(lists[-1])
+        count_step(lists[-1], found_inf)
         torch._fused_adagrad_(
             *lists,
             lr=group["lr"],
@@ -274,6 +295,7 @@ class Adagrad(DirectStep, torch.optim.Adagrad):
             eps=group["eps"],
             maximize=group["maximize"],
             grad_scale=grad_scale,
+            found_inf=found_inf,
         )
 
     def _can_fuse(self, group: dict[str, Any]) -> bool:
