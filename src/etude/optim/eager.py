@@ -54,9 +54,22 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _NoGrad:
+    """`torch.no_grad()` where gradients are enabled, without what torch does around it: 9 µs of a short step."""
+
+    def __enter__(self) -> None:
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(True)
+
+
+_NO_GRAD = _NoGrad()
+
+
 def without_grad() -> AbstractContextManager[Any]:
-    """Return `torch.no_grad()`, or nothing if gradients are already disabled: entering it again takes 1.5 µs."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    """Return a context without gradients; it does nothing if they are already disabled."""
+    return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
 
 
 def take_step(optimizer: Optimizer) -> None:

@@ -68,7 +68,8 @@ class Lookahead(Optimizers):
         self.k, self.alpha = k, alpha
         super().__init__([optimizer])
         self._leaves = optimizers_in(self)
-        self._one = torch.ones((), dtype=torch.int64, device="cpu")  # faster to add than a number
+        self._counted: tuple[Tensor, Any] | None = None
+        """The count on the CPU and its memory: adding to a tensor takes ten times as long."""
         self._states: list[Any] = []
         """The states in which the weights were found: loading makes others."""
         self._slow: list[Tensor] = []
@@ -105,18 +106,27 @@ class Lookahead(Optimizers):
             count.add_(1 if skipped is None else skipped == 0)
             with without_grad():
                 _move_if(count.remainder(self.k) == 0, *self._trained(), self.alpha)
-        elif (skipped is None or not skipped.item()) and count.add_(self._one).item() % self.k == 0:
+        elif (skipped is None or not skipped.item()) and self._next(count) % self.k == 0:
             slow, fast = self._trained()
             with without_grad():
                 torch._foreach_lerp_(slow, fast, self.alpha)
                 torch._foreach_copy_(fast, slow)
+
+    def _next(self, count: Tensor) -> int:
+        """Add 1 to a count on the CPU and return it."""
+        if self._counted is None or self._counted[0] is not count:
+            self._counted = count, count.numpy().reshape(1).data
+        memory = self._counted[1]
+        memory[0] += 1
+        number: int = memory[0]
+        return number
 
     def _is_complete(self) -> bool:
         """Whether the slow weights of all parameters are known, and still those of the optimizers."""
         return (
             bool(self._states)
             and all(map(operator.is_, self._states, map(_STATE, self._leaves)))
-            and len(self._slow) == sum(len(group["params"]) for one in self._leaves for group in one.param_groups)
+            and len(self._slow) == sum([len(group["params"]) for one in self._leaves for group in one.param_groups])
         )
 
     def _first_weights(self) -> list[tuple[Optimizer, Tensor, Tensor]]:
