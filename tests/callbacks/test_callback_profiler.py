@@ -282,22 +282,30 @@ def changes(measured, facts):
     return {one.change: round(one.saves, 3) for one in advise(measured, facts)}
 
 
+def workers(number):
+    return f"training.num_workers={number} training.persistent_workers=true"
+
+
 @pytest.mark.parametrize(
     ("measured", "facts", "expected"),
     [
         (profile(matrix_ms=9.5), GPU, {}),
         (profile(), Facts(cores=2, threads=2), {}),
         # 10 ms of work and 7 of waiting: a worker takes 7 ms for a batch, and then the steps do not wait
-        (profile(data=7.0), Facts(source="dataset", cores=8, threads=8), {"training.num_workers=1": 0.412}),
-        (profile(data=40.0), Facts(source="dataset", cores=8, threads=8), {"training.num_workers=4": 0.8}),
-        (profile(data=40.0), Facts(source="dataset", cores=2, threads=2), {"training.num_workers=2": 0.6}),
+        (profile(data=7.0), Facts(source="dataset", cores=8, threads=8), {workers(1): 0.412}),
+        (profile(data=40.0), Facts(source="dataset", cores=8, threads=8), {workers(4): 0.8}),
+        (profile(data=40.0), Facts(source="dataset", cores=2, threads=2), {workers(2): 0.6}),
         (
             profile(data=10.0),
             Facts(source="dataset", num_workers=2, cores=8, threads=8),
-            {"training.num_workers=4": 0.5},
+            {workers(4): 0.5},
         ),
         (profile(data=10.0), Facts(source="dataset", num_workers=8, cores=8, threads=8), {}),
-        (profile(data=10.0), Facts(source="torch", cores=8, threads=8), {"num_workers=1 of the DataLoader": 0.5}),
+        (
+            profile(data=10.0),
+            Facts(source="torch", cores=8, threads=8),
+            {"num_workers=1, persistent_workers=True of the DataLoader": 0.5},
+        ),
         (profile(data=2.5), Facts(source="memory", cores=8, threads=8), {"training.prefetch=2": 0.2}),
         (profile(data=2.5), Facts(source="memory", prefetch=2, cores=8, threads=8), {}),
         (profile(data=10.0), Facts(source="other", cores=8, threads=8), {}),
@@ -306,7 +314,7 @@ def changes(measured, facts):
         (
             profile(data=10.0, busy_cores=1.5),
             Facts(source="dataset", cores=2, threads=2),
-            {"training.num_workers=1": 0.25},
+            {workers(1): 0.25},
         ),
         (
             profile(data=10.0, busy_cores=1.5),
@@ -384,5 +392,8 @@ def test_a_crowded_machine_is_named(monkeypatch):
 def test_words():
     measured = profile(data=7.0)
     measured.advice = advise(measured, Facts(source="dataset", cores=8, threads=8))
-    assert "data wait is 41% of a step: training.num_workers=1 would save up to 41%" in str(measured)
+    assert (
+        "data wait is 41% of a step: training.num_workers=1 training.persistent_workers=true would save up to 41%"
+        in str(measured)
+    )
     assert "no setting is known to make these steps faster; most of their time is backward: 60%" in str(profile())

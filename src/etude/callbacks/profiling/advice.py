@@ -71,7 +71,9 @@ def _data(profile: Profile, facts: Facts) -> Advice | None:
     if workers <= facts.num_workers or facts.source == "other":
         return None
     setting = f"num_workers={workers}"
-    change = f"training.{setting}" if facts.source == "dataset" else f"{setting} of the DataLoader"
+    # Workers that are started again for every epoch would cost what they save if epochs are short.
+    ours = f"training.{setting} training.persistent_workers=true"
+    change = ours if facts.source == "dataset" else f"{setting}, persistent_workers=True of the DataLoader"
     return Advice(why, change, (profile.step_ms - max(work, makes / workers, least)) / profile.step_ms)
 
 
