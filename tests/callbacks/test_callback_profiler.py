@@ -356,7 +356,7 @@ def test_advice(measured, facts, expected):
             profile(matrix_ms=8.0),
             {"precision": "fp32", "has_bf16": True, "is_tf32": False},
             {
-                "training.precision=bf16 (or TF32: torch.set_float32_matmul_precision('high') in your program)": 0.4,
+                "training.precision=bf16 (or TF32: torch.set_float32_matmul_precision('high') in your program)": 0.72,
             },
         ),
         (profile(matrix_ms=8.0), {"precision": "fp32"}, {}),

@@ -14,7 +14,9 @@ WAIT, PERIODIC, KERNELS = 0.05, 0.03, 0.1
 FEWER = 10
 """How many times more rarely to log and save."""
 HALF = 0.5
-"""Share of matrix products in float32 that tensor cores save at least; share of an update that fused kernels save."""
+"""Share of an update that fused kernels save; share of matrix products in TF32 that bf16 saves."""
+TENSOR_CORES = 0.9
+"""Share of matrix products in full float32 that bf16 saves on GPUs of data centres: 0.87 of a step on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def _precision(profile: Profile, facts: Facts) -> Advice | None:
         return None
     why = f"matrix products in float32 are {share:.0%} of a step, and this GPU has tensor cores"
     tf32 = "" if facts.is_tf32 else " (or TF32: torch.set_float32_matmul_precision('high') in your program)"
-    return Advice(why, f"training.precision=bf16{tf32}", share * HALF)
+    return Advice(why, f"training.precision=bf16{tf32}", share * (HALF if facts.is_tf32 else TENSOR_CORES))
 
 
 def _compile(profile: Profile, facts: Facts) -> Advice | None:
