@@ -307,7 +307,9 @@ class Adafactor(DeviceOptimizer):
             torch._foreach_div_(squares, [grad.size(axis) for grad in grads])
             torch._foreach_lerp_(means, squares, weights)
         found = [row @ column for row, column in zip(rows, columns, strict=True)]
-        torch._foreach_div_(found, [row.mean(-2, keepdim=True).clamp_(min=eps) for row in rows])
+        means_of_rows = [row.mean(-2, keepdim=True) for row in rows]
+        torch._foreach_clamp_min_(means_of_rows, eps)
+        torch._foreach_div_(found, means_of_rows)
         torch._foreach_clamp_min_(found, eps * eps)
         return found
 
