@@ -18,7 +18,7 @@ from benchmarks.linear_ce import chunked as own_linear, plain as plain_linear
 from benchmarks.meaningful import KINDS, Problem
 from etude.losses import linear_autograd
 from etude.losses.chunked import chunked
-from etude.models.transformer import attention_mask
+from etude.models.attention import attention_mask
 from etude.multimodal.loss import fused as expectations
 
 TYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

@@ -14,7 +14,7 @@ from etude.core.errors import ConfigError, TrainingError
 from etude.core.model import ModelCall
 from etude.losses import LanguageModelingLoss, SupervisedTask
 from etude.models import CausalTransformerLM
-from etude.models.transformer import attention_mask
+from etude.models.attention import attention_mask
 
 
 def turned(vector, position):

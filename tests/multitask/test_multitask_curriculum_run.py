@@ -12,7 +12,7 @@ from etude.engine.callback_list import CallbackList
 from etude.multitask import CurriculumCallback
 from etude.multitask.curriculum import Curriculum, Phase, Ramp, Start
 from etude.optim import AdamW
-from etude.trainer.loaders import DeviceLoader
+from etude.trainer.changed_loaders import DeviceLoader
 
 
 def test_every_step_has_the_phase_the_weights_the_data_and_the_rate_of_its_moment():

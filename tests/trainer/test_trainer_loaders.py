@@ -13,7 +13,8 @@ from etude import DataLoader
 from etude.core import ConfigError, DataError
 from etude.distributed import World
 from etude.trainer import TrainerConfig
-from etude.trainer.loaders import DeviceLoader, Loaders
+from etude.trainer.changed_loaders import DeviceLoader
+from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
 
 X = torch.arange(24.0).reshape(12, 2)

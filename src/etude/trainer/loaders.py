@@ -2,8 +2,6 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
-from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,9 +19,8 @@ from torch.utils.data import (
 )
 
 from etude.config import Selection, build_selection
-from etude.core import Batch, BatchIterator, ConfigError, DataError, Loader, to_device
+from etude.core import ConfigError, DataError, Loader
 from etude.core.by_epoch import ByEpoch
-from etude.core.random import mix
 from etude.data import (
     BatchSampler,
     BatchSource,
@@ -40,6 +37,7 @@ from etude.data.sources.arrays import as_tensor, is_array, is_pair
 from etude.distributed import World
 from etude.engine.step import GradientAccumulator
 from etude.trainer.arguments import expect
+from etude.trainer.changed_loaders import ChangedLoader, DeviceLoader, TransformedLoader
 from etude.trainer.config import TrainerConfig
 from etude.trainer.machine import Machine
 from etude.trainer.unpadded import unpadded
@@ -216,76 +214,6 @@ def planned_steps(config: TrainerConfig, num_batches: int | None) -> int | None:
     return steps if max_steps is None else min(steps, max_steps)
 
 
-# ------------------------------------------------------------------------------------------------ to the device
-
-
-class DeviceLoader:
-    """Moves the batches of another loader to a device; copies from pinned memory do not wait."""
-
-    def __init__(self, loader: Loader, device: torch.device) -> None:
-        self.loader = loader
-        self.device = device
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
-        """Return the batches of an epoch, on the device."""
-        return _DeviceBatches(self.loader.iterate(epoch, position), self.device)
-
-
-class _DeviceBatches:
-    def __init__(self, batches: BatchIterator, device: torch.device) -> None:
-        self._batches = batches
-        self._device = device
-
-    @property
-    def position(self) -> int:
-        return self._batches.position
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return to_device(next(self._batches), self._device)
-
-    def close(self) -> None:
-        self._batches.close()
-
-
-class TransformedLoader:
-    """Passes the batches of another loader through a batch transform, with random numbers of their own."""
-
-    def __init__(self, loader: Loader, transform: BatchTransform, seed: int) -> None:
-        self.loader, self.transform, self.seed = loader, transform, seed
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def iterate(self, epoch: int, position: int = 0) -> BatchIterator:
-        """Return the batches of an epoch, transformed."""
-        return _TransformedBatches(self.loader.iterate(epoch, position), self.transform, mix(self.seed, epoch))
-
-
-class _TransformedBatches:
-    def __init__(self, batches: BatchIterator, transform: BatchTransform, seed: int) -> None:
-        self._batches, self._transform, self._seed = batches, transform, seed
-
-    @property
-    def position(self) -> int:
-        return self._batches.position
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = next(self._batches)
-        return self._transform(batch, Random(mix(self._seed, self.position)))
-
-    def close(self) -> None:
-        self._batches.close()
-
-
 def _transform_of(config: TrainerConfig) -> BatchTransform | None:
     """Return the batch transform of a config, built if it is only named."""
     given: Any = config.batch_transform
@@ -308,7 +236,7 @@ def _takes_two(function: Any) -> bool:
 
 
 def _inner(loader: Loader | None) -> Loader | None:
-    while isinstance(loader, (DeviceLoader, TransformedLoader)):
+    while isinstance(loader, ChangedLoader):
         loader = loader.loader
     return loader
 

@@ -20,7 +20,7 @@ from etude.core.buffers import probing
 from etude.core.model import unwrap
 from etude.data.sources.adapters import ForeignLoader
 from etude.engine.evaluation import evaluate
-from etude.trainer.loaders import DeviceLoader
+from etude.trainer.changed_loaders import DeviceLoader
 from etude.trainer.machine import Machine
 
 _SMALL = 1 << 20
