@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -129,6 +130,30 @@ def test_saved_and_loaded_between_any_two_steps(make, wrap):
         loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(two, loaded, range(stop, 5))
         assert all(itertools.starmap(torch.equal, zip(two.parameters(), expected.parameters(), strict=True)))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("wrap", NESTED.values(), ids=NESTED)
+def test_a_copy_continues_as_the_original_does(wrap, duplicate):
+    expected, model = net(), net()
+    train(expected, wrap(KINDS["several"]([*expected.parameters()])), range(5))
+    optimizer = wrap(KINDS["several"]([*model.parameters()]))
+    optimizer.register_step_pre_hook(lambda *_: None)  # torch leaves hooks out of copies
+    for step in range(5):
+        model, optimizer = duplicate((model, optimizer))
+        train(model, optimizer, [step])
+    assert all(itertools.starmap(torch.equal, zip(model.parameters(), expected.parameters(), strict=True)))
+
+
+def test_a_count_that_gets_other_memory_goes_on_there():
+    """As `share_memory_()` and `set_()` give it."""
+    model = net()
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1), k=100)
+    train(model, optimizer, range(2))
+    count = optimizer.state["lookahead"]["step"]
+    count.data = torch.tensor(40)
+    train(model, optimizer, range(2))
+    assert count.item() == 42
 
 
 def test_both_orders_of_nesting_are_the_same():

@@ -28,6 +28,8 @@ FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 FUSED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 FOREACH_NUMEL = 16_384
 """On the CPU, foreach saves Python time on small tensors; on larger ones its temporaries cost more."""
+_CHOSEN = ("_kernel", "_scales", "_step_supports_amp_scaling")
+"""Attributes of an optimizer that copies of it need, beside torch's."""
 ALIASES = {"learning_rate": "lr", "epsilon": "eps"}
 """Aliases of arguments, in configs and in Python; in Python `beta1` and `beta2` also set `betas`."""
 
@@ -131,6 +133,10 @@ class KernelOptimizer(torch.optim.Optimizer):
 
     _has_fused = True
     _kernel: Kernel = "auto"
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = vars(self)
+        return {**super().__getstate__(), **{name: own[name] for name in _CHOSEN if name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group (torch's constructor does it too) and choose its kernel."""

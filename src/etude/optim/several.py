@@ -65,6 +65,10 @@ class Optimizers(Optimizer):
     def state(self, value: Any) -> None:
         """Ignore what torch's constructor sets."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: torch's would lack the optimizers. As in torch's, hooks are left out."""
+        return {name: value for name, value in vars(self).items() if name != "step" and not name.endswith("_hooks")}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the last optimizer."""
         if self._is_made:
