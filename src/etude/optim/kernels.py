@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT as TorchParams
 
 from etude.core.arguments import check_ranges, checked
 from etude.core.errors import ConfigError
+from etude.core.spelling import suggest
 from etude.optim.eager import without_compiler
 from etude.optim.groups import Groups, LayerDecay, group_parameters
 
@@ -269,6 +270,9 @@ def _other_names(init: Callable[P, None]) -> Callable[P, None]:
                 first, second = given.get("betas", parameters["betas"].default)
                 value = (value, second) if name == "beta1" else (first, value)
             given[others[name]] = value
+        if unknown := [name for name in given if name not in parameters]:
+            words = suggest(unknown[0], list(parameters)[1:])
+            raise TypeError(f"{type(args[0]).__name__} has no argument '{unknown[0]}'{words}")
         init(*args, **given)
 
     return renamed
