@@ -156,6 +156,17 @@ def test_a_count_that_gets_other_memory_goes_on_there():
     assert count.item() == 42
 
 
+def test_after_its_state_is_cleared_it_begins_again():
+    one, two = net(), net()
+    optimizer = Lookahead(SGD(one.parameters(), lr=0.1, momentum=0.9), k=2)
+    train(one, optimizer, range(3))
+    two.load_state_dict(one.state_dict())
+    optimizer.state.clear()
+    train(one, optimizer, range(5))
+    lookahead_by_hand(two, SGD(two.parameters(), lr=0.1, momentum=0.9), range(5), k=2, alpha=0.5)
+    close(one, two)
+
+
 def test_both_orders_of_nesting_are_the_same():
     one, two = net(), net()
     train(one, NESTED["lookahead of sam"](AdamW(one.parameters())), range(5))

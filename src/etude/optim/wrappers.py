@@ -128,6 +128,7 @@ class Lookahead(Optimizers):
         """Whether the slow weights of all parameters are known, and still those of the optimizers."""
         return (
             bool(self._states)
+            and COUNTER in self._states[0]  # somebody may clear the state
             and all(map(operator.is_, self._states, map(_STATE, self._leaves)))
             and len(self._slow) == sum([len(group["params"]) for one in self._leaves for group in one.param_groups])
         )
