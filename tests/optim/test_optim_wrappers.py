@@ -396,3 +396,18 @@ def test_slow_weights_of_another_shape_are_refused():
     saved["state"][0]["slow"] = torch.zeros(2, 2)
     with pytest.raises(CheckpointError, match=r"\(2, 2\)"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "groups"])
+def test_torchs_cycles_of_the_momentum_are_those_of_the_wrapped_optimizer(name):
+    plain, wrapped = (KINDS[name]([*net().parameters()]) for _ in range(2))
+    both = plain, Lookahead(SAM(wrapped))
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=5) for one in both]
+    for _ in range(3):
+        for scheduler in schedulers:
+            scheduler.optimizer._opt_called = True  # no step is needed
+            scheduler.step()
+        for one, other in zip(plain.param_groups, wrapped.param_groups, strict=True):
+            assert [one.get(key) for key in ("lr", "momentum", "betas")] == [
+                other.get(key) for key in ("lr", "momentum", "betas")
+            ]

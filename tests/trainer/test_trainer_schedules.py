@@ -399,6 +399,16 @@ def test_a_rate_of_zero_to_the_end_of_the_run_is_one_warning(scheduler, words, c
     assert all(word in line for word, line in zip(words, said, strict=True))
 
 
+@pytest.mark.parametrize(("lr", "is_said"), [(0.0, True), (1e-9, False)])
+@pytest.mark.parametrize("scheduler", [None, "cosine"])
+def test_an_optimizer_with_a_rate_of_zero_is_a_warning(lr, is_said, scheduler, caplog):
+    one = model()
+    optimizer = torch.optim.SGD(one.parameters(), lr=lr)
+    config = {"epochs": 1, "batch_size": 8}
+    Trainer(one, data(), config=config, optimizer=optimizer, scheduler=scheduler, progress=False).train()
+    assert is_said == any("nothing is learned" in record.getMessage() for record in caplog.records)
+
+
 @pytest.mark.parametrize("name", ["batch_size", "grad_accum_steps"])
 @pytest.mark.parametrize(("epoch", "is_late"), [(1, False), (2, True)])
 def test_a_size_that_changes_after_the_last_epoch_is_a_warning(name, epoch, is_late, caplog):

@@ -44,6 +44,9 @@ class Optimizers(Optimizer):
         self._is_made = False
         super().__init__([{"params": []}], {})
         self._is_made = True
+        first, *others = [one.defaults for one in self.optimizers]
+        # Schedulers of torch look here for a momentum.
+        self.defaults = {key: value for key, value in first.items() if all(key in one for one in others)}
         supports = [getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers]
         self._step_supports_amp_scaling = all(supports)
 

@@ -107,6 +107,10 @@ class RunRate(LearningRate):
         total = self._loaders.total_steps(config)
         for words in (*_idle(self.schedule, total), *_epochs_beyond(config)):
             logger.warning(words)
+        if not self.callbacks and not any(
+            group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups
+        ):
+            logger.warning("the learning rate of the optimizer is 0, so nothing is learned; set it above 0")
         for one in with_modes(self.optimizer):
             for words in _beside_average(one, Schedules.of(self.schedule) if self.schedule else None, total):
                 logger.warning("%s: %s", type(one).__name__, words)
