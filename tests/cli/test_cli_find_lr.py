@@ -1,6 +1,7 @@
 """`etude find-lr`: the curve, the override to train with, and no run folder."""
 
 import re
+import shlex
 
 import pytest
 
@@ -13,15 +14,38 @@ def test_the_override_can_be_used(etude, config, tmp_path, monkeypatch):
     assert found.code == 0, found.err
     assert sorted(tmp_path.rglob("*")) == before
     assert "smoothed loss by learning rate" in found.out
-    override = re.search(r"train with: etude train \S+ (optimizer\.lr=\S+)", found.out)[1]
-    trained = etude("train", path, override, "--run-dir", tmp_path / "run", "-q")
+    trained = etude(*command(found)[1:], "--run-dir", tmp_path / "run", "-q")
     assert trained.code == 0, trained.err
 
 
-def test_rates_of_groups_keep_their_ratio(etude, config):
-    path = config(optimizer={"name": "adamw", "lr": 0.01, "groups": [{"params": "*.bias", "lr": 0.04}]})
-    found = etude("find-lr", path, "training.batch_size=32")
-    one, two = re.search(r"optimizer\.lr=(\S+) optimizer\.groups\.0\.lr=(\S+)", found.out).groups()
+def command(found):
+    return shlex.split(found.out.rpartition("train with: ")[2])
+
+
+def test_the_command_has_the_other_overrides(etude, config, tmp_path):
+    """Without them it would train another optimizer with this rate."""
+    sections = ["optimizer={name: sam, optimizer: {name: sgd}}", "optimizer.optimizer.learning_rate=0.2"]
+    found = etude("find-lr", path := config(), "training.batch_size=32", *sections)
+    *words, rate = command(found)
+    assert words == ["etude", "train", str(path), "training.batch_size=32", sections[0]]
+    assert rate.startswith("optimizer.optimizer.lr=")
+    assert etude(*words[1:], rate, "--run-dir", tmp_path / "run", "-q").code == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key"),
+    [
+        ({"name": "adamw", "lr": 0.01, "groups": [{"params": "*.bias", "lr": 0.04}]}, "groups.0.lr"),
+        (
+            {"name": "sgd", "lr": 0.01, "groups": [{"params": "*.bias", "learning_rate": 0.04}]},
+            "groups.0.learning_rate",
+        ),
+        ({"name": "muon", "lr": 0.01, "adamw_lr": 0.04}, "adamw_lr"),
+    ],
+)
+def test_rates_of_groups_keep_their_ratio(etude, config, optimizer, key):
+    found = etude("find-lr", config(optimizer=optimizer), "training.batch_size=32")
+    one, two = re.search(rf"optimizer\.lr=(\S+) optimizer\.{re.escape(key)}=(\S+)", found.out).groups()
     assert float(two) == pytest.approx(4 * float(one), rel=0.01)
 
 

@@ -127,3 +127,14 @@ def test_a_sparse_gradient_that_is_not_finite_is_skipped():
 def test_an_optimizer_that_takes_none_is_named_with_the_remedy():
     with pytest.raises(EtudeError, match=r"AdamW .*sparse gradients.*sparse=False"):
         Trainer(Bag(), (ids, labels), config={"epochs": 1}, progress=False).train()
+
+
+def test_an_optimizer_that_takes_no_others_says_so():
+    with pytest.raises(EtudeError, match=r"^SparseAdam does not support dense gradients"):
+        Trainer(
+            Bag(sparse=False),
+            (ids, labels),
+            config={"epochs": 1},
+            optimizer={"name": "torch.optim.SparseAdam"},
+            progress=False,
+        ).train()

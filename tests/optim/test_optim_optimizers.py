@@ -393,3 +393,17 @@ def test_on_cuda_the_step_is_torchs_and_never_waits(ours, theirs, arguments):
             torch.cuda.set_sync_debug_mode("default")
         reference.step()
     assert_same([nn.Parameter(param.detach().cpu()) for param in left], right)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "loop"])
+def test_a_copy_keeps_the_kernel_that_was_asked_for(kernel):
+    optimizer = copy.deepcopy(AdamW(parameters(torch.float32), kernel=kernel))
+    optimizer.add_param_group({"params": parameters(torch.float32)})
+    assert [group["fused"] for group in optimizer.param_groups] == [kernel == "fused"] * 2
+    assert optimizer._step_supports_amp_scaling == (kernel == "fused")  # read by torch's gradient scaler
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamW, SGD])
+def test_an_unknown_argument_is_named_with_the_closest_one(optimizer_class):
+    with pytest.raises(TypeError, match=rf"{optimizer_class.__name__}.*'weight_decy'.*'weight_decay'"):
+        optimizer_class(parameters(torch.float32), weight_decy=0.1)

@@ -236,7 +236,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest(tied):
     assert hidden == ["conv.weight", *weights]
     assert set(hidden) | set(others) == set(names.values())
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.003]
-    assert "conv.weight" in optimizer.announcement()
+    assert "conv.weight" in optimizer.announcement() == copy.deepcopy(optimizer).announcement()
 
 
 def test_more_parameters_can_be_given_to_adamw():

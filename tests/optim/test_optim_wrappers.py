@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -129,6 +130,41 @@ def test_saved_and_loaded_between_any_two_steps(make, wrap):
         loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(two, loaded, range(stop, 5))
         assert all(itertools.starmap(torch.equal, zip(two.parameters(), expected.parameters(), strict=True)))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("wrap", NESTED.values(), ids=NESTED)
+def test_a_copy_continues_as_the_original_does(wrap, duplicate):
+    expected, model = net(), net()
+    train(expected, wrap(KINDS["several"]([*expected.parameters()])), range(5))
+    optimizer = wrap(KINDS["several"]([*model.parameters()]))
+    optimizer.register_step_pre_hook(lambda *_: None)  # torch leaves hooks out of copies
+    for step in range(5):
+        model, optimizer = duplicate((model, optimizer))
+        train(model, optimizer, [step])
+    assert all(itertools.starmap(torch.equal, zip(model.parameters(), expected.parameters(), strict=True)))
+
+
+def test_a_count_that_gets_other_memory_goes_on_there():
+    """As `share_memory_()` and `set_()` give it."""
+    model = net()
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1), k=100)
+    train(model, optimizer, range(2))
+    count = optimizer.state["lookahead"]["step"]
+    count.data = torch.tensor(40)
+    train(model, optimizer, range(2))
+    assert count.item() == 42
+
+
+def test_after_its_state_is_cleared_it_begins_again():
+    one, two = net(), net()
+    optimizer = Lookahead(SGD(one.parameters(), lr=0.1, momentum=0.9), k=2)
+    train(one, optimizer, range(3))
+    two.load_state_dict(one.state_dict())
+    optimizer.state.clear()
+    train(one, optimizer, range(5))
+    lookahead_by_hand(two, SGD(two.parameters(), lr=0.1, momentum=0.9), range(5), k=2, alpha=0.5)
+    close(one, two)
 
 
 def test_both_orders_of_nesting_are_the_same():
@@ -360,3 +396,18 @@ def test_slow_weights_of_another_shape_are_refused():
     saved["state"][0]["slow"] = torch.zeros(2, 2)
     with pytest.raises(CheckpointError, match=r"\(2, 2\)"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "groups"])
+def test_torchs_cycles_of_the_momentum_are_those_of_the_wrapped_optimizer(name):
+    plain, wrapped = (KINDS[name]([*net().parameters()]) for _ in range(2))
+    both = plain, Lookahead(SAM(wrapped))
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=5) for one in both]
+    for _ in range(3):
+        for scheduler in schedulers:
+            scheduler.optimizer._opt_called = True  # no step is needed
+            scheduler.step()
+        for one, other in zip(plain.param_groups, wrapped.param_groups, strict=True):
+            assert [one.get(key) for key in ("lr", "momentum", "betas")] == [
+                other.get(key) for key in ("lr", "momentum", "betas")
+            ]

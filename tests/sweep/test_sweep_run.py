@@ -166,6 +166,12 @@ def test_a_sweep_in_which_everything_fails_ends(etude, points):
     assert len(trials()) == 3
 
 
+def test_a_short_sweep_in_which_everything_fails_is_an_error(etude, points):
+    done = etude("sweep", points, "model.in_features=5,6", "--dir", "s")
+    assert "all trials failed (2)" in done.error
+    assert [trial.state for trial in trials()] == [FAIL, FAIL]
+
+
 def test_an_unknown_metric_ends_the_sweep_with_the_nearest_name(etude, points):
     done = etude("sweep", points, "optimizer.lr=0.01,0.02", "--metric", "val_los", "--mode", "min", "--dir", "s")
     assert "'val_los'; did you mean 'val_loss'?" in done.error

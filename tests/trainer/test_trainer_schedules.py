@@ -379,3 +379,39 @@ def test_a_name_is_refused_where_no_length_is_known():
     one = model()
     with pytest.raises(ConfigError, match="length of the run"):
         TrainingLoop().train_epoch(one, DataLoader(*data(), 8), SGD(one.parameters()), "cosine")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (lambda _: 0.0, ["0 in all 18 steps"]),
+        ({"name": "cosine", "total_steps": 6}, ["0 from step 6 of 18 on"]),
+        (lambda step: 1 - step / 17, []),  # only the last step
+        ("cosine", []),
+        ({"name": "warmup", "warmup_steps": 6, "schedule": "linear"}, []),
+    ],
+)
+def test_a_rate_of_zero_to_the_end_of_the_run_is_one_warning(scheduler, words, caplog):
+    one = Trainer(model(), data(), config={"epochs": 3, "batch_size": 8}, scheduler=scheduler, progress=False)
+    one.train()
+    said = [record.getMessage() for record in caplog.records if "nothing is learned" in record.getMessage()]
+    assert len(said) == len(words)
+    assert all(word in line for word, line in zip(words, said, strict=True))
+
+
+@pytest.mark.parametrize(("lr", "is_said"), [(0.0, True), (1e-9, False)])
+@pytest.mark.parametrize("scheduler", [None, "cosine"])
+def test_an_optimizer_with_a_rate_of_zero_is_a_warning(lr, is_said, scheduler, caplog):
+    one = model()
+    optimizer = torch.optim.SGD(one.parameters(), lr=lr)
+    config = {"epochs": 1, "batch_size": 8}
+    Trainer(one, data(), config=config, optimizer=optimizer, scheduler=scheduler, progress=False).train()
+    assert is_said == any("nothing is learned" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "grad_accum_steps"])
+@pytest.mark.parametrize(("epoch", "is_late"), [(1, False), (2, True)])
+def test_a_size_that_changes_after_the_last_epoch_is_a_warning(name, epoch, is_late, caplog):
+    config = {"epochs": 2, "batch_size": 8, name: {0: 2, epoch: 4}}
+    Trainer(model(), data(), config=config, progress=False).train()
+    assert is_late == any(f"training.{name} changes in epoch {epoch}" in one.getMessage() for one in caplog.records)

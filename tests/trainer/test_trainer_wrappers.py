@@ -280,6 +280,15 @@ def test_a_wrapper_made_in_python_is_recorded_and_made_again():
     assert (found.k, found.optimizer.rho, found.param_groups[0]["lr"]) == (7, 0.3, 0.5)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "loop"])
+def test_an_optimizer_is_made_again_with_its_kernel(kernel):
+    """Another one rounds differently, and a resumed run would not be exact."""
+    model = LeNet5()
+    recipe = recipe_of(model, TrainerConfig(), {"optimizer": AdamW(model.parameters(), kernel=kernel)})
+    found = rebuild(json.loads(json.dumps(recipe)), ["model", "optimizer"])["optimizer"]
+    assert found.param_groups[0]["fused"] == (kernel == "auto")
+
+
 class OutOfMemory(nn.Linear):
     """Has memory for a few samples."""
 

@@ -1,6 +1,7 @@
 """The command `etude find-lr`: the curve of a learning-rate range test, and the override to train with."""
 
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,7 +41,15 @@ def find_lr(
     if not found.overrides:
         complain(found.search.explanation())
         raise SystemExit(2)
-    print(f"{found.search.explanation()}\ntrain with: etude train {experiment} {' '.join(found.overrides)}")
+    keys = {_key(one) for one in found.overrides}
+    kept = [one for one in overrides or [] if _key(one) not in keys]
+    print(
+        f"{found.search.explanation()}\ntrain with: {join(['etude', 'train', experiment, *kept, *found.overrides])}"
+    )
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].replace("learning_rate", "lr")
 
 
 def _draw(search: "RateSearch", name: str, out: Path | None) -> None:

@@ -221,6 +221,8 @@ class Updater:
         except RuntimeError as error:
             if "sparse" not in str(error).lower():
                 raise
+            if not self._is_sparse:  # SparseAdam refuses others
+                raise TrainingError(str(error)) from error
             raise TrainingError(
                 f"{type(self.optimizer).__name__} does not support sparse gradients ({error}); create the embedding "
                 "with sparse=False, or use sgd or adagrad with kernel: loop (torch's with fused=False) or "

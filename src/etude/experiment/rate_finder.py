@@ -13,6 +13,9 @@ from etude.experiment.config import ExperimentConfig, load_experiment_config
 from etude.experiment.opened import joined_world
 from etude.trainer.find_lr import RateSearch
 
+_RATES = ("lr", "learning_rate", "adamw_lr")
+"""Names of learning rates; the second one in parameter groups, the third one in Muon."""
+
 
 @dataclass(frozen=True, slots=True)
 class FoundRate:
@@ -58,7 +61,7 @@ def _rates(section: Any, path: str) -> Iterator[tuple[str, float]]:
         section.items() if isinstance(section, Mapping) else enumerate(section) if isinstance(section, list) else ()
     )
     for key, value in items:
-        if key == "lr" and isinstance(value, int | float):
+        if key in _RATES and isinstance(value, int | float):
             yield f"{path}.{key}", float(value)
         else:
             yield from _rates(value, f"{path}.{key}")

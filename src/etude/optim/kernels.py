@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT as TorchParams
 
 from etude.core.arguments import check_ranges, checked
 from etude.core.errors import ConfigError
+from etude.core.spelling import suggest
 from etude.optim.eager import without_compiler
 from etude.optim.groups import Groups, LayerDecay, group_parameters
 
@@ -28,6 +29,8 @@ FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 FUSED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 FOREACH_NUMEL = 16_384
 """On the CPU, foreach saves Python time on small tensors; on larger ones its temporaries cost more."""
+_CHOSEN = ("_kernel", "_scales", "_step_supports_amp_scaling")
+"""Attributes of an optimizer that copies of it need, beside torch's."""
 ALIASES = {"learning_rate": "lr", "epsilon": "eps"}
 """Aliases of arguments, in configs and in Python; in Python `beta1` and `beta2` also set `betas`."""
 
@@ -131,6 +134,10 @@ class KernelOptimizer(torch.optim.Optimizer):
 
     _has_fused = True
     _kernel: Kernel = "auto"
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = vars(self)
+        return {**super().__getstate__(), **{name: own[name] for name in _CHOSEN if name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group (torch's constructor does it too) and choose its kernel."""
@@ -263,6 +270,9 @@ def _other_names(init: Callable[P, None]) -> Callable[P, None]:
                 first, second = given.get("betas", parameters["betas"].default)
                 value = (value, second) if name == "beta1" else (first, value)
             given[others[name]] = value
+        if unknown := [name for name in given if name not in parameters]:
+            words = suggest(unknown[0], list(parameters)[1:])
+            raise TypeError(f"{type(args[0]).__name__} has no argument '{unknown[0]}'{words}")
         init(*args, **given)
 
     return renamed

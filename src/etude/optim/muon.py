@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Unpack
 
 import torch
@@ -172,17 +172,18 @@ class Muon(Optimizers):
         if others:
             made.append(AdamW(others, adamw_lr or lr, betas, eps, weight_decay, **common))
         super().__init__(made)
-        self._names = given.names
+        self._announcement = "; ".join(map(_shares, made, ("Muon", "AdamW"), [given.names] * len(made)))
 
     def announcement(self) -> str:
         """Return a line that says which parameters are updated by Muon, and which by AdamW."""
-        found = []
-        for one, label in zip(self.optimizers, ("Muon", "AdamW"), strict=False):
-            params = [param for group in one.param_groups for param in group["params"]]
-            size = sum(param.numel() for param in params)
-            shown = listed([self._names[id(param)] for param in params], shorten=True)
-            found.append(f"{label} updates {len(params)} tensors ({size:,} weights): {shown}")
-        return "; ".join(found)
+        return self._announcement
+
+
+def _shares(optimizer: torch.optim.Optimizer, label: str, names: Mapping[int, str]) -> str:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    size = sum(param.numel() for param in params)
+    shown = listed([names[id(param)] for param in params], shorten=True)
+    return f"{label} updates {len(params)} tensors ({size:,} weights): {shown}"
 
 
 def _hidden(given: NamedParams, adamw: str | Sequence[str]) -> set[int]:

@@ -44,6 +44,9 @@ class Optimizers(Optimizer):
         self._is_made = False
         super().__init__([{"params": []}], {})
         self._is_made = True
+        first, *others = [one.defaults for one in self.optimizers]
+        # Schedulers of torch look here for a momentum.
+        self.defaults = {key: value for key, value in first.items() if all(key in one for one in others)}
         supports = [getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers]
         self._step_supports_amp_scaling = all(supports)
 
@@ -64,6 +67,10 @@ class Optimizers(Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         """Ignore what torch's constructor sets."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: torch's would lack the optimizers. As in torch's, hooks are left out."""
+        return {name: value for name, value in vars(self).items() if name != "step" and not name.endswith("_hooks")}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the last optimizer."""

@@ -68,12 +68,15 @@ class Lookahead(Optimizers):
         self.k, self.alpha = k, alpha
         super().__init__([optimizer])
         self._leaves = optimizers_in(self)
-        self._counted: tuple[Tensor, Any] | None = None
-        """The count on the CPU and its memory: adding to a tensor takes ten times as long."""
+        self._counted: tuple[int, Any] = 0, None
+        """The address of the count on the CPU, and its memory: adding to a tensor takes ten times as long."""
         self._states: list[Any] = []
         """The states in which the weights were found: loading makes others."""
         self._slow: list[Tensor] = []
         self._fast: list[Tensor] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_counted": (0, None)}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let the wrapped optimizer step; after every `k` updates move the slow weights."""
@@ -114,8 +117,8 @@ class Lookahead(Optimizers):
 
     def _next(self, count: Tensor) -> int:
         """Add 1 to a count on the CPU and return it."""
-        if self._counted is None or self._counted[0] is not count:
-            self._counted = count, count.numpy().reshape(1).data
+        if self._counted[0] != (address := count.data_ptr()):  # a tensor may get other memory
+            self._counted = address, count.numpy().reshape(1).data
         memory = self._counted[1]
         memory[0] += 1
         number: int = memory[0]
@@ -125,6 +128,7 @@ class Lookahead(Optimizers):
         """Whether the slow weights of all parameters are known, and still those of the optimizers."""
         return (
             bool(self._states)
+            and COUNTER in self._states[0]  # somebody may clear the state
             and all(map(operator.is_, self._states, map(_STATE, self._leaves)))
             and len(self._slow) == sum([len(group["params"]) for one in self._leaves for group in one.param_groups])
         )

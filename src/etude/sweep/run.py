@@ -141,7 +141,11 @@ class _Sweep:
     def _outcome(self, interrupts: "Interrupts") -> SweepOutcome:
         from optuna.trial import TrialState
 
-        elsewhere = any(trial.state == TrialState.RUNNING for trial in self._trials())
+        trials = self._trials()
+        if not interrupts.requested and trials and all(trial.state == TrialState.FAIL for trial in trials):
+            last = trials[-1].user_attrs.get("error", "")
+            raise TrainingError(f"all trials failed ({len(trials)}), so there is no best one; the last: {last}")
+        elsewhere = any(trial.state == TrialState.RUNNING for trial in trials)
         status = "interrupted" if interrupts.requested else "waiting" if elsewhere else "finished"
         return SweepOutcome(self.folder.path, status, self.study, self._command())
 

@@ -22,6 +22,7 @@ from etude.core import ConfigError
 from etude.core.model import unwrap
 from etude.core.model_record import NotPlainError, arguments_of, located, name_of
 from etude.core.spelling import shorten
+from etude.optim.kernels import KernelOptimizer
 from etude.optim.several import Optimizers
 from etude.trainer.config import TrainerConfig
 
@@ -205,7 +206,8 @@ def _of_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     if len(groups) != 1 or [*map(id, groups[0]["params"])] != [*map(id, model.parameters())]:
         raise NotPlainError(f"a {type(optimizer).__name__} with groups or parameters of its own")
     taken = inspect.signature(type(optimizer)).parameters
-    return {key: value for key, value in optimizer.defaults.items() if key in taken}
+    kernel = {"kernel": optimizer._kernel} if isinstance(optimizer, KernelOptimizer) else {}
+    return {key: value for key, value in (optimizer.defaults | kernel).items() if key in taken}
 
 
 def _is_plain(value: Any) -> bool:

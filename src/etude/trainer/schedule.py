@@ -97,11 +97,20 @@ class RunRate(LearningRate):
                 raise ConfigError(f"{self._planned.place}: {error}") from error
 
     def advise(self, config: TrainerConfig) -> None:
-        """Warn, once, of what is no error but hardly intended: a falling rate beside an average that replaces it."""
+        """Warn, once, of what is no error but hardly intended: a rate of 0, or changes after the end of the run.
+
+        So is a falling rate beside an average that replaces it.
+        """
         if self._has_advised or self.optimizer is None:
             return
         self._has_advised = True
         total = self._loaders.total_steps(config)
+        for words in (*_idle(self.schedule, total), *_epochs_beyond(config)):
+            logger.warning(words)
+        if not self.callbacks and not any(
+            group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups
+        ):
+            logger.warning("the learning rate of the optimizer is 0, so nothing is learned; set it above 0")
         for one in with_modes(self.optimizer):
             for words in _beside_average(one, Schedules.of(self.schedule) if self.schedule else None, total):
                 logger.warning("%s: %s", type(one).__name__, words)
@@ -112,6 +121,30 @@ class RunRate(LearningRate):
 _ADVICE = (
     "its average of the weights replaces a falling rate, and its authors advise against both; remove the scheduler"
 )
+
+
+def _idle(schedule: Schedule | None, total: int | None) -> Iterator[str]:
+    """Yield a line if all rates are 0 in the whole run, or in more than a tenth of it, up to the end."""
+    if schedule is None or not total:
+        return
+    plan = Schedules.of(schedule)
+    first = total
+    while first and not any(one(first - 1) for one in (plan.lr, *plan.groups.values())):
+        first -= 1
+    if total - first > max(1, total // 10):
+        place = f"from step {first} of {total} on" if first else f"in all {total} steps"
+        yield f"the schedule sets the learning rate to 0 {place}, where nothing is learned; change the schedule"
+
+
+def _epochs_beyond(config: TrainerConfig) -> Iterator[str]:
+    """Yield a line for each size that changes in an epoch that the run does not have."""
+    for name in ("batch_size", "grad_accum_steps"):
+        said = getattr(config, name)
+        if isinstance(said, Mapping) and config.num_epochs is not None and max(said) >= config.num_epochs:
+            yield (
+                f"training.{name} changes in epoch {max(said)}, counted from 0, but the run has only "
+                f"{config.num_epochs} epochs, so it does not get there"
+            )
 
 
 def _beside_average(optimizer: Any, plan: Schedules | None, total: int | None) -> Iterator[str]:
