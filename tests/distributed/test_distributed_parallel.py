@@ -171,6 +171,8 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "deferred_views",
         "what_is_not_divided",
         "weight_on_one_rank",
+        "divided_already",
+        "what_is_not_all_reduced",
     ],
 )
 def test_models_of_every_kind(runs, check_name):
