@@ -173,6 +173,7 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "weight_on_one_rank",
         "divided_already",
         "what_is_not_all_reduced",
+        "lent_batches_draw_nothing",
     ],
 )
 def test_models_of_every_kind(runs, check_name):
