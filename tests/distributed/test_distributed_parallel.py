@@ -168,7 +168,7 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "sharded_like_alone",
         "replicated_like_alone",
         "plan_inside",
-        "deferred_views",
+        "deferred",
         "what_is_not_divided",
         "weight_on_one_rank",
         "divided_already",

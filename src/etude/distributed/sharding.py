@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from etude.core.blocks import modules_matching, repeated_blocks
-from etude.core.deferred import Recording, key_of
+from etude.core.deferred import Recording, key_of, weights_of
 from etude.core.errors import ConfigError
 from etude.distributed.mesh import Layout
 from etude.distributed.parallel import reshard, sparse_layers
@@ -114,7 +114,7 @@ class DeferredWeights:
         self._model, self._recording = model, recording
         self._places: dict[int, list[tuple[str, Any]]] = {}
         """By the key of their memory, which several weights may share."""
-        for name, param in model.named_parameters():
+        for name, param in weights_of(model).items():
             if param.is_meta:
                 if not recording.is_complete(param):
                     raise ConfigError(
@@ -130,9 +130,10 @@ class DeferredWeights:
         self._model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
         state = self._recording.random_state.clone()
         run_collective(lambda alias: dist.broadcast(alias, src=0, group=world.host_group), state)
+        weights = weights_of(self._model)
         for key, values in self._recording.draw(state):
             for name, view in self._places.get(key, ()):
-                param = self._model.get_parameter(name)
+                param = weights[name]
                 local_of(param.detach()).copy_(part_of(values.as_strided(*view), param))
 
 
