@@ -26,6 +26,22 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Gated(nn.Module):
+    """Blocks with a few weights of another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        for layer in self.layers:
+            layer.gate = nn.Linear(8, 1).double()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * layer.gate(x.double()).float()
+        return self.head(x)
+
+
 class Tied(nn.Module):
     """Blocks of which two share a weight."""
 
@@ -133,6 +149,7 @@ def sharded_like_alone() -> None:
         (make_mlp, {"config": HALVES}),
         (Tied, {}),
         (Buffers, {}),
+        (Gated, {"config": {"gradient_clip_norm": 0.05}}),
         (make_mlp, {"task": Turns()}),
         (make_mlp, {"config": {"freeze": "2", "unfreeze": {1: "2"}}}),  # after a validation, without any save
         (make_mlp, {"loss": NotFinite()}),  # also of batches that a process without samples runs
@@ -245,6 +262,9 @@ def what_is_not_divided() -> None:
         trained(make_mlp, points(), parallel="fsdp", optimizer=outside, config={"learning_rate": None})
     with pytest.raises(ConfigError, match=r"layers\.0 shares a parameter"):
         trained(Tied, points(), parallel={"shard": 2, "blocks": "layers.*"})
+    for parallel in ("ddp", "fsdp"):
+        with pytest.raises(ConfigError, match=r"0\.weight has no shape yet"):
+            trained(lambda: nn.Sequential(nn.LazyLinear(3)), points(), parallel=parallel)
     with pytest.raises(ConfigError, match="embedding has sparse gradients"):
         trained(Sparse, (tokens(), tokens()[:, 0] // 9), parallel="fsdp")
     with pytest.raises(TrainingError, match="different losses for the same samples"):

@@ -68,9 +68,9 @@ def make_step(
     check_whole(model)
     task.join(model)
     with making_model(machine.device):
-        machine.place(model, config)
         if machine.world.size > 1:
             check_model(machine.world, model)
+        machine.place(model, config)
         optimizer, shards = _divide(model, task, optimizer, machine)
         made = make_optimizer(optimizer, model, config, shards)
         task.extend(made)
