@@ -14,6 +14,7 @@ from etude.checkpoint import read_checkpoint
 from etude.core import ConfigError, TrainingError
 from etude.core.model import whole
 from etude.distributed import World, join_world, leave_world
+from etude.distributed.lockstep import Spare
 from etude.distributed.sharding import Shards
 from etude.distributed.shards import local_of, part_of
 
@@ -273,4 +274,14 @@ def lent_batches_draw_nothing() -> None:
         for name, weight in expected.items():
             assert found[name].equal(weight), name
         world.barrier()
+    leave_world()
+
+
+def lent_batches_stay_on_their_device() -> None:
+    """A lent batch is on the kind of device of the lender, also where CUDA is in use for something else."""
+    world, batch = join_world("cpu"), {"x": torch.arange(6.0)}
+    torch.cuda.is_initialized = lambda: True
+    lent = Spare(world).instead_of(batch if world.rank == 1 else None)
+    assert lent["x"].is_cpu
+    assert lent["x"].equal(batch["x"])
     leave_world()
