@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from etude.core import ConfigError
-from etude.core.deferred import deferred_weights, key_of, recording_of
+from etude.core.deferred import deferred_weights, key_of, recording_of, weights_of
 from etude.models import CausalTransformerLM
 
 MODELS = {
@@ -26,10 +26,26 @@ def with_weight(initialise):
     return layers
 
 
+class Beside(nn.Module):
+    """Draws numbers for tensors with memory between those for its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.token = nn.Linear(3, 3), nn.Parameter(torch.randn(4) * 0.02)
+        self.register_buffer("order", torch.randperm(5))
+        self.old = nn.Parameter(nn.init.normal_(torch.Tensor(3, 4)))
+        self.register_buffer("filled", torch.empty(3).fill_(2.0))
+        self.last = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.first.weight.log_normal_()
+            self.first.weight.normal_()
+
+
 def drawn(model):
     """Return the weights by name."""
-    places = {key_of(param): (name, param) for name, param in model.named_parameters()}
-    found = {}
+    weights = weights_of(model)
+    places = {key_of(param): (name, param) for name, param in weights.items() if param.is_meta}
+    found = {name: param for name, param in weights.items() if not param.is_meta}
     for key, values in recording_of(model).draw():
         if key in places:
             name, param = places[key]
@@ -47,11 +63,24 @@ def test_the_numbers_are_those_of_a_plain_model(make):
     torch.manual_seed(8)
     assert all(param.is_meta for param in model.parameters())
     found = drawn(model)
-    assert found.keys() == {name for name, _ in model.named_parameters()}
     for name, param in expected.named_parameters():
         assert torch.equal(found[name], param), name
     for mine, theirs in zip(model.buffers(), expected.buffers(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_numbers_of_tensors_with_memory_come_in_their_turn():
+    torch.manual_seed(7)
+    expected = weights_of(Beside())
+    torch.manual_seed(7)
+    with deferred_weights():
+        model = Beside()
+    assert {name for name, one in weights_of(model).items() if not one.is_meta} == {"token", "order", "old"}
+    for _ in range(2):
+        found = drawn(model)
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight), name
 
 
 def test_only_one_weight_at_a_time_is_in_memory():

@@ -10,6 +10,7 @@ from torch import nn
 
 from etude import CausalTransformerLM, deferred_weights
 from etude.core import ConfigError, DataError, LossTerm, TrainingError
+from etude.core.deferred import weights_of
 from etude.core.model import whole
 from etude.distributed import World, leave_world
 from etude.engine.alternating import AlternatingTask
@@ -23,6 +24,22 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
+
+
+class Gated(nn.Module):
+    """Blocks with a few weights of another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        for layer in self.layers:
+            layer.gate = nn.Linear(8, 1).double()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * layer.gate(x.double()).float()
+        return self.head(x)
 
 
 class Tied(nn.Module):
@@ -132,6 +149,7 @@ def sharded_like_alone() -> None:
         (make_mlp, {"config": HALVES}),
         (Tied, {}),
         (Buffers, {}),
+        (Gated, {"config": {"gradient_clip_norm": 0.05}}),
         (make_mlp, {"task": Turns()}),
         (make_mlp, {"config": {"freeze": "2", "unfreeze": {1: "2"}}}),  # after a validation, without any save
         (make_mlp, {"loss": NotFinite()}),  # also of batches that a process without samples runs
@@ -203,18 +221,33 @@ def plan_inside() -> None:
     leave_world()
 
 
-def deferred_views() -> None:
-    """Weights that share memory are drawn like those of a plain model."""
-    alone, expected, _ = trained(Views, points(), World())
+class Beside(nn.Module):
+    """Has weights and buffers that are made in other ways than torch's layers make theirs."""
 
-    def make():
-        with deferred_weights():
-            return Views()
+    def __init__(self):
+        super().__init__()
+        self.first, self.shift = nn.Linear(8, 12), nn.Parameter(torch.randn(12) * 0.02)
+        self.register_buffer("scale", torch.empty(12).fill_(0.5))
+        self.register_buffer("noise", torch.randn(12))
+        self.last = nn.Linear(12, 3)
 
-    model, found, _ = trained(make, points(), parallel="fsdp")
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine), theirs, rtol=1e-5, atol=1e-5)
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x) * self.scale + self.shift + self.noise))
+
+
+def deferred() -> None:
+    """Weights are drawn like those of a plain model: views of other memory, and what is not made by torch's layers."""
+    for kind in (Views, Beside):
+        alone, expected, _ = trained(kind, points(), World())
+
+        def make(kind=kind):
+            with deferred_weights():
+                return kind()
+
+        model, found, _ = trained(make, points(), parallel="fsdp")
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        for mine, theirs in zip(weights_of(model).values(), weights_of(alone).values(), strict=True):
+            torch.testing.assert_close(whole(mine), theirs, rtol=1e-5, atol=1e-5)
     leave_world()
 
 
@@ -229,6 +262,9 @@ def what_is_not_divided() -> None:
         trained(make_mlp, points(), parallel="fsdp", optimizer=outside, config={"learning_rate": None})
     with pytest.raises(ConfigError, match=r"layers\.0 shares a parameter"):
         trained(Tied, points(), parallel={"shard": 2, "blocks": "layers.*"})
+    for parallel in ("ddp", "fsdp"):
+        with pytest.raises(ConfigError, match=r"0\.weight has no shape yet"):
+            trained(lambda: nn.Sequential(nn.LazyLinear(3)), points(), parallel=parallel)
     with pytest.raises(ConfigError, match="embedding has sparse gradients"):
         trained(Sparse, (tokens(), tokens()[:, 0] // 9), parallel="fsdp")
     with pytest.raises(TrainingError, match="different losses for the same samples"):

@@ -1,12 +1,20 @@
 """Checks of models that processes divide, run in several processes by `distributed_server.py`."""
 
+import tempfile
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from etude import Callback, LeNet5, Trainer
+from etude import Callback, LeNet5, Trainer, TrainingLoop
+from etude.checkpoint import read_checkpoint
+from etude.core import ConfigError, TrainingError
 from etude.core.model import whole
-from etude.distributed import World, leave_world
+from etude.distributed import World, join_world, leave_world
+from etude.distributed.lockstep import Spare
 from etude.distributed.sharding import Shards
 from etude.distributed.shards import local_of, part_of
 
@@ -164,4 +172,116 @@ def mlp_kernels() -> None:
     local = shards.local(param)
     assert local.grad.stride() == local.stride()  # these kernels read memory in the order of the weights
     assert local.grad.equal(param.grad.to_local())
+    leave_world()
+
+
+def divided_already() -> None:
+    """A model that several processes train already is refused: its gradients would be averaged twice, or wrongly."""
+    join_world("cpu")
+    config = {"epochs": 1, "batch_size": 6, "device": "cpu"}
+    replicated, sharded, trained_before = nn.parallel.DistributedDataParallel(make_mlp()), make_mlp(), make_mlp()
+    fully_shard(sharded)
+    Trainer(trained_before, points(), config=config, progress=False, parallel="fsdp").train()
+    for model in (replicated, sharded, trained_before):
+        for parallel in ("ddp", "fsdp"):
+            with pytest.raises(ConfigError, match="already"):
+                Trainer(model, points(), config=config, progress=False, parallel=parallel)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="already"):
+            TrainingLoop().train_epoch(model, points(), optimizer)
+    leave_world()
+
+
+class At(Callback):
+    """Does something at the start of the second epoch."""
+
+    def __init__(self, action) -> None:
+        super().__init__()
+        self.action = action
+
+    def on_epoch_begin(self, epoch):
+        if epoch == 1:
+            self.action()
+
+
+class Branch(nn.Module):
+    """Uses a layer only for more than six samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.usual(x) + self.rare(x) if len(x) > 6 else self.usual(x)
+
+
+def what_is_not_all_reduced() -> None:
+    """Processes never update by gradients of their own: not in the last step either, which no other step follows."""
+
+    def refused(words, model, action=lambda: None, **config) -> None:
+        config = {"epochs": 2, "batch_size": 25, "sanity_val_batches": 0, "device": "cpu", **config}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, points(), config=config, optimizer=optimizer, callbacks=[At(action)], progress=False)
+        with pytest.raises(TrainingError, match=words):
+            trainer.train()
+        mine = torch.cat([param.detach().flatten() for param in model.parameters()])
+        first = mine.clone()
+        trainer.machine.world.broadcast(first)
+        assert first.equal(mine)
+
+    model = make_mlp()
+    refused("unused in the loss: 0.weight, 0.bias", model, lambda: model[0].requires_grad_(False))
+    for unused in (False, True):
+        frozen = make_mlp()
+        frozen[0].requires_grad_(False)
+        refused("was frozen", frozen, lambda one=frozen: one.requires_grad_(True), find_unused_parameters=unused)
+    refused("last micro-batch", Branch(), batch_size=14, grad_accum_steps=2, epochs=1)
+    leave_world()
+
+
+class StopAfter(Callback):
+    """Stops after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def on_step_end(self, report):
+        self.left -= 1
+        if self.left == 0:
+            self.control.request_stop("enough")
+
+
+def lent_batches_draw_nothing() -> None:
+    """A run continues with the same bytes where a rank has no samples: the batch it is lent is another one then."""
+
+    def trainer(folder, *callbacks):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3))
+        config = {"epochs": 2, "batch_size": 6, "device": "cpu"}
+        options = {"config": config, "callbacks": callbacks, "output_dir": folder, "progress": False}
+        return Trainer(model, points(), parallel="fsdp", **options)
+
+    world = join_world("cpu")
+    with tempfile.TemporaryDirectory() as made:
+        straight, stopped = (Path(world.share_text(made), name) for name in ("straight", "stopped"))
+        trainer(straight).train()
+        trainer(stopped, StopAfter(4)).train()  # the fifth batch has one sample
+        resumed = trainer(stopped)
+        resumed.load_checkpoint(stopped)
+        resumed.train()
+        expected, found = (read_checkpoint(one / "checkpoints" / "last").model_state for one in (straight, stopped))
+        for name, weight in expected.items():
+            assert found[name].equal(weight), name
+        world.barrier()
+    leave_world()
+
+
+def lent_batches_stay_on_their_device() -> None:
+    """A lent batch is on the kind of device of the lender, also where CUDA is in use for something else."""
+    world, batch = join_world("cpu"), {"x": torch.arange(6.0)}
+    torch.cuda.is_initialized = lambda: True
+    lent = Spare(world).instead_of(batch if world.rank == 1 else None)
+    assert lent["x"].is_cpu
+    assert lent["x"].equal(batch["x"])
     leave_world()

@@ -168,9 +168,13 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "sharded_like_alone",
         "replicated_like_alone",
         "plan_inside",
-        "deferred_views",
+        "deferred",
         "what_is_not_divided",
         "weight_on_one_rank",
+        "divided_already",
+        "what_is_not_all_reduced",
+        "lent_batches_draw_nothing",
+        "lent_batches_stay_on_their_device",
     ],
 )
 def test_models_of_every_kind(runs, check_name):

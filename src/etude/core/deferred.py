@@ -15,21 +15,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from etude.core.batch import map_tensors
 from etude.core.errors import ConfigError
 from etude.core.random import aside
 
 _aten = torch.ops.aten
 _truncated = nn.init._no_grad_trunc_normal_
 """It draws until all numbers fit, which the meta device cannot do: it is recorded as one operator."""
-_DRAWS: set[Any] = {
-    _aten.normal_.default,
-    _aten.uniform_.default,
-    _aten.exponential_.default,
-    _aten.bernoulli_.float,
-    _truncated,
-}
-_SETS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default} | _DRAWS
-"""Operators after which no earlier value is left."""
+_SETS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
+"""Operators, besides those that draw, after which no earlier value is left."""
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _FACTORIES = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
 
@@ -44,6 +38,28 @@ class _Step(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
+    def run(self, values: Tensor) -> None:
+        """Repeat it on the memory of the weight."""
+        self.operator(values.as_strided(*self.view), *self.arguments, **self.options)
+
+
+def _repeated(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Callable[[], object]:
+    """Return a function that runs an operator again for its random numbers alone."""
+    if not operator._schema.is_mutable:
+        return lambda: operator(*arguments, **options)
+    layouts = map_tensors([*arguments, options], lambda one: one.to("meta"))
+
+    def repeat() -> None:
+        *blank, named = map_tensors(layouts, lambda one: torch.zeros_like(one, device="cpu"))
+        operator(*blank, **named)
+
+    return repeat
+
+
+def _draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return operator is _truncated or torch.Tag.nondeterministic_seeded in operator.tags
+
 
 class Recording:
     """The weights that were made inside `deferred_weights`, and what initialises them."""
@@ -51,6 +67,10 @@ class Recording:
     def __init__(self) -> None:
         self.random_state = torch.get_rng_state()
         self._steps: list[_Step] = []
+        self._others: dict[int, list[Callable[[], object]]] = {}
+        """What draws random numbers for tensors that have memory, by the number of steps before it."""
+        self._drawn = 0
+        """Steps whose random numbers the generator has passed."""
         self._sizes: dict[int, tuple[int, torch.dtype]] = {}
         self._kept: list[Tensor] = []  # so that no key is used twice
         self._versions: dict[Tensor, int] = {}
@@ -64,6 +84,25 @@ class Recording:
         self._kept.append(weight)
         view = weight.shape, weight.stride(), int(weight.storage_offset())
         self._steps.append(_Step(operator, key, view, rest, options))
+
+    def draw_now(self, operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Return the result of an operator that draws numbers for a tensor with memory, such as a buffer.
+
+        The generator first passes the numbers of the weights so far: they are drawn, one weight at a time, for nothing.
+        """
+        for step in self._steps[self._drawn :]:
+            if _draws(step.operator):
+                step.run(self._memory(step.key))
+        self._drawn = len(self._steps)
+        before = torch.get_rng_state()
+        result = operator(*arguments, **options)
+        if not before.equal(torch.get_rng_state()):  # else it drew from another generator
+            self._others.setdefault(self._drawn, []).append(_repeated(operator, arguments, options))
+        return result
+
+    def _memory(self, key: int) -> Tensor:
+        size, dtype = self._sizes[key]
+        return torch.zeros(size, dtype=dtype)
 
     def end(self, params: Iterable[Tensor]) -> None:
         """Remember when the recording ended: later changes of these weights are not in it."""
@@ -84,13 +123,14 @@ class Recording:
         with aside(0):
             torch.set_rng_state(self.random_state if random_state is None else random_state)
             for place, step in enumerate(self._steps):
-                if place < begins[step.key] and step.operator not in _DRAWS:
+                for draw in self._others.get(place, ()):
+                    draw()
+                if place < begins[step.key] and not _draws(step.operator):
                     continue
-                size, dtype = self._sizes[step.key]
                 flat = values.get(step.key)
                 if flat is None:
-                    flat = torch.empty(size, dtype=dtype)
-                step.operator(flat.as_strided(*step.view), *step.arguments, **step.options)
+                    flat = self._memory(step.key)
+                step.run(flat)
                 if place >= begins[step.key]:  # else it was drawn only to move the generator on
                     values[step.key] = flat
                 if place == last[step.key]:
@@ -100,7 +140,8 @@ class Recording:
         """Return for every weight the last operator that sets all of it."""
         found: dict[int, int] = {}
         for place, step in enumerate(self._steps):
-            if step.operator in _SETS and step.view[0].numel() == self._sizes[step.key][0]:
+            is_set = step.operator in _SETS or _draws(step.operator)
+            if is_set and step.view[0].numel() == self._sizes[step.key][0]:
                 found[step.key] = place
         return {step.key: found.get(step.key, 0) for step in self._steps}
 
@@ -129,15 +170,19 @@ def deferred_weights() -> Iterator[None]:
         recording.add(_truncated, weight, args, options)
         return weight
 
-    handle = nn.modules.module.register_module_parameter_registration_hook(remember)
+    handles = [
+        nn.modules.module.register_module_parameter_registration_hook(remember),
+        nn.modules.module.register_module_buffer_registration_hook(remember),
+    ]
     nn.init._no_grad_trunc_normal_ = truncated  # type: ignore[assignment]
     try:
         with _OnMeta(), _Recorder(recording):
             yield
     finally:
         nn.init._no_grad_trunc_normal_ = _truncated
-        handle.remove()
-    recording.end(param for module in made for param in module.parameters(recurse=False))
+        for handle in handles:
+            handle.remove()
+    recording.end(tensor for module in made for tensor in weights_of(module, recurse=False).values())
     for module in made:
         _RECORDINGS[module] = recording
 
@@ -147,14 +192,20 @@ def recording_of(model: nn.Module) -> Recording | None:
 
     Raises ConfigError for weights on the meta device that were made otherwise.
     """
-    if not any(param.is_meta for param in model.parameters()):
+    if not any(tensor.is_meta for tensor in weights_of(model).values()):
         return None
     for module in model.modules():
         if module in _RECORDINGS:
             return _RECORDINGS[module]
     raise ConfigError(
-        "the model is on the meta device, so its weights are unknown; make it in etude.deferred_weights()"
+        "the model is on the meta device, so its weights are unknown; make it in etude.deferred_weights(), without "
+        "copies of its modules"
     )
+
+
+def weights_of(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return parameters and buffers by name: a buffer too may be made without values, and then filled."""
+    return dict([*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)])
 
 
 def key_of(tensor: Tensor) -> int:
@@ -183,9 +234,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not _has_meta((*args, *kwargs.values())):
+            return self._recording.draw_now(func, args, kwargs) if _draws(func) else func(*args, **kwargs)
         result = func(*args, **kwargs)
         schema = func._schema
-        if not schema.is_mutable or not _has_meta((*args, *kwargs.values())):
+        if not schema.is_mutable:
             return result
         written = [place for place, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write]
         if written != [0] or not isinstance(args[0], Tensor) or _has_meta((*args[1:], *kwargs.values())):

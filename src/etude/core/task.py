@@ -19,6 +19,7 @@ from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, DataError, TrainingError
 from etude.core.loader import Loader
 from etude.core.model import call_of
+from etude.core.random import aside
 
 
 @dataclass(slots=True)
@@ -185,8 +186,12 @@ class Task:
         return call_of(model)(model, batch)
 
     def lend(self, model: nn.Module, batch: Batch) -> Terms:
-        """Run the model on a batch of another rank, only because ranks must run it equally often; measure nothing."""
-        terms = self(model, batch, metrics=False)
+        """Run the model on a batch of another rank, only because ranks must run it equally often; measure nothing.
+
+        Nor are random numbers drawn: which batch is lent, and so how many there are, may differ in a resumed run.
+        """
+        with aside(0):
+            terms = self(model, batch, metrics=False)
         self.judged = None
         return terms
 

@@ -72,8 +72,12 @@ def check_versions(world: "World") -> None:
 
 
 def check_model(world: "World", model: nn.Module) -> None:
-    """Refuse models whose parameters have other names, shapes or dtypes on another rank."""
-    params = [(name, param) for name, param in model.named_parameters() if not is_lazy(param)]
+    """Refuse models whose parameters have other names, shapes or dtypes on another rank, or no shapes yet."""
+    params = [*model.named_parameters()]
+    if lazy := [name for name, param in params if is_lazy(param)]:
+        raise ConfigError(
+            f"{lazy[0]} has no shape yet, so processes cannot share it; run the model on a batch before training"
+        )
     shapes = json.dumps([[name, list(param.shape), str(param.dtype)] for name, param in params])
     described = f"{sum(param.numel() for _, param in params):,} parameters, shapes {_digest(shapes)}"
     check_same(world, {"the model": described}, "create the same model in every process")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from etude.core.batch import Batch, is_empty, map_tensors
+from etude.core.batch import Batch, is_empty, tensors_in, to_device
 from etude.core.task import Terms
 from etude.distributed.world import World
 
@@ -44,14 +44,14 @@ class Spare:
         self._is_shared = bool(holders)
         if not holders or len(holders) == self._world.size:
             return
-        found = [None if self._batch is None else map_tensors(self._batch, lambda one: one.cpu())]
+        found: list[Batch] = [None, "cpu"]
+        if self._batch is not None:
+            kinds = (one.device.type for one in tensors_in(self._batch))
+            found = [to_device(self._batch, torch.device("cpu")), next(kinds, "cpu")]
         dist.broadcast_object_list(found, group=self._world.host_group, group_src=holders[0])
-        if self._batch is None and found[0] is not None:
-            self._batch = map_tensors(found[0], lambda one: one.to(_device()))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+        if self._batch is None:
+            batch, kind = found
+            self._batch = to_device(batch, torch.device(kind))
 
 
 def rounds(

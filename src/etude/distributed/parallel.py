@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from etude.core.batch import Batch, is_empty
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.model import linked
+from etude.core.model import is_divided, linked
 from etude.core.task import LossTerm, Task, Terms
 from etude.distributed.lockstep import Spare
 from etude.distributed.shards import model_param
@@ -41,11 +41,13 @@ def wrap_data_parallel(
         share([*unknown.values()], world)
         ignored = [*unknown, *(f"model.{name}" for name in unknown)]  # also inside `_Carrying` and `_Idle`
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ignored)
+    frozen = [param for param in model.parameters() if not param.requires_grad]
     device_ids = [device.index] if device.type == "cuda" else None
     if any(param.dim() == 4 and 1 in param.shape[1:] for param in model.parameters()):
         # Both memory formats fit such a weight, and its gradient may have the other one: a few numbers are copied.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(whole, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
+    _FROZEN[wrapped] = frozen
     if not isinstance(whole, _Carrying):
         return wrapped
     wrapped.module, _CARRIERS[wrapped] = model, whole.carrier
@@ -59,6 +61,9 @@ def wrap_data_parallel(
 
 _CARRIERS: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
 """By wrapped model, a parameter that is not trained: its gradient is a count, which is all-reduced with the others."""
+
+_FROZEN: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+"""By wrapped model, the parameters that were frozen when it was wrapped: torch does not all-reduce their gradients."""
 
 
 class _Carrying(nn.Module):
@@ -88,6 +93,19 @@ def run_backward(model: nn.Module, loss: Tensor, count: Tensor | float = 0.0) ->
 def mean_count(model: nn.Module) -> Tensor | None:
     """Return the mean over ranks of the counts of the last `run_backward`; None if counts do not go with gradients."""
     return None if (carrier := _CARRIERS.get(model)) is None else carrier.grad
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise ConfigError for a model that other code has wrapped or divided: its gradients would be averaged twice.
+
+    A step that does not know of the other processes would divide them by the count of its own samples.
+    """
+    wrappers = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    if any(one.process_group.size() > 1 for one in wrappers) or any(map(is_divided, model.parameters())):
+        raise ConfigError(
+            "the model is wrapped or divided over processes already, by DistributedDataParallel, FSDP or an earlier "
+            "Trainer; give a plain model to a Trainer, which divides it as its `parallel` says"
+        )
 
 
 def check_inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -195,7 +213,7 @@ def _nothing_of(params: list[nn.Parameter], sparse: set[Tensor]) -> Tensor:
     """Return the sum over an empty slice of every parameter; the gradient of those in `sparse` is sparse."""
     nowhere = torch.empty(0, dtype=torch.int64, device=params[0].device)
     parts = (F.embedding(nowhere, one, sparse=True) if one in sparse else one.flatten()[:0] for one in params)
-    return torch.stack([part.sum().float() for part in parts]).sum()
+    return torch.stack([part.sum().real.float() for part in parts]).sum()
 
 
 def sparse_layers(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -211,19 +229,31 @@ def nothing_of_terms(terms: Terms) -> Tensor:
     return torch.stack([one.float() * 0.0 for one in trained]).sum()
 
 
-def check_gradients(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    """Raise TrainingError if a parameter has no gradient: it was not all-reduced, so ranks would diverge."""
+def check_frozen(model: nn.Module) -> None:
+    """Raise TrainingError if a parameter is trained that was frozen when the model was wrapped: ranks would diverge."""
+    if any(param.requires_grad for param in _FROZEN.get(model, ())):
+        raise TrainingError(
+            "a parameter that was frozen when training began requires a gradient now, which processes would not "
+            "all-reduce; unfreeze it by training.unfreeze, or make a new Trainer"
+        )
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Raise TrainingError if the last backward pass missed a parameter: then nothing was all-reduced."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
-    if all(param.grad is not None or not param.requires_grad for param in params):
-        return
-    missing = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
-    if missing:
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        frozen = set(_FROZEN.get(model, ()))
+        missing = [name for name, p in model.module.named_parameters() if p.grad is None and p not in frozen]
         rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        named = f"parameters unused in the loss: {', '.join(missing[:3])}{rest}"
         raise TrainingError(
-            f"parameters unused in the loss: {', '.join(missing[:3])}{rest}; all processes must all-reduce every "
-            "parameter: freeze them with requires_grad_(False), or set training.find_unused_parameters=true"
-        )
+            f"{named if missing else 'parameters unused in the last micro-batch of a step'}; all processes must "
+            "all-reduce every parameter: freeze them with requires_grad_(False) before training, or set "
+            "training.find_unused_parameters=true"
+        ) from error
 
 
 class RankTask(Task):

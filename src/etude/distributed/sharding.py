@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from etude.core.blocks import modules_matching, repeated_blocks
-from etude.core.deferred import Recording, key_of
+from etude.core.deferred import Recording, key_of, weights_of
 from etude.core.errors import ConfigError
 from etude.distributed.mesh import Layout
 from etude.distributed.parallel import reshard, sparse_layers
@@ -44,8 +44,8 @@ class LocalParameter(nn.Parameter):
 def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Collection[nn.Parameter] = ()) -> None:
     """Divide a model over the processes of a layout, in place; `unsharded` parameters stay whole.
 
-    So do those that torch cannot shard: single numbers, and empty ones. All processes must call this together, with
-    the same weights. Raises ConfigError if the model cannot be divided so.
+    So do those that torch cannot shard: single numbers, empty ones, and those of another dtype than most beside them.
+    All processes must call this together, with the same weights. Raises ConfigError if the model cannot be divided so.
     """
     if sparse := sparse_layers(model):
         raise ConfigError(
@@ -62,24 +62,37 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
     settings = layout.settings
     chosen = precision if settings.param_dtype == "auto" else settings.param_dtype
     param_dtype = None if chosen == "fp32" else DTYPES[chosen]
-    # None sums in the dtype of the weights: fp32 is more than bf16 weights need, but less than float64 ones do.
-    is_double = any(param.dtype is torch.float64 for param in model.parameters())
+    # None sums in the dtype of gathered weights: fp32 is more than bf16 weights need, but less than float64 ones do.
+    is_double = param_dtype is None and any(param.dtype is torch.float64 for param in model.parameters())
     reduce_dtype = None if is_double and settings.reduce_dtype == "fp32" else DTYPES[settings.reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    blocks = [model.get_submodule(name) for name in _blocks(model, settings.blocks)]
+    inside = {param for block in blocks for param in block.parameters()}
+    groups = [*([*block.parameters()] for block in blocks), [one for one in model.parameters() if one not in inside]]
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
-        "ignored_params": {*unsharded, *(one for one in model.parameters() if not one.dim() or not one.numel())},
+        "ignored_params": {*unsharded, *(one for group in groups for one in _unshardable(group))},
     }
     root = type(model).__name__
-    for name in _blocks(model, settings.blocks):
-        fully_shard(model.get_submodule(name), reshard_after_forward=settings.reshard_after_forward, **options)
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=settings.reshard_after_forward, **options)
     fully_shard(model, **options)
     if callable(getattr(model, "generate", None)):  # it runs layers without calling the model
         register_fsdp_forward_method(model, "generate")
     for kind in (root, "TransformerBlock"):  # nothing of ours changes in place what they return
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP{kind}\) returned a view")
+
+
+def _unshardable(group: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters, of those gathered together, that torch cannot shard: it sums gradients of one dtype."""
+    sizes = Counter[torch.dtype]()
+    for param in group:
+        sizes[param.dtype] += param.numel() * param.requires_grad
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    is_other = (param.requires_grad and param.dtype != usual and not is_sharded(param) for param in group)
+    return [one for one, other in zip(group, is_other, strict=True) if other or not one.dim() or not one.numel()]
 
 
 def _blocks(model: nn.Module, pattern: str | None) -> list[str]:
@@ -114,7 +127,7 @@ class DeferredWeights:
         self._model, self._recording = model, recording
         self._places: dict[int, list[tuple[str, Any]]] = {}
         """By the key of their memory, which several weights may share."""
-        for name, param in model.named_parameters():
+        for name, param in weights_of(model).items():
             if param.is_meta:
                 if not recording.is_complete(param):
                     raise ConfigError(
@@ -130,9 +143,10 @@ class DeferredWeights:
         self._model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
         state = self._recording.random_state.clone()
         run_collective(lambda alias: dist.broadcast(alias, src=0, group=world.host_group), state)
+        weights = weights_of(self._model)
         for key, values in self._recording.draw(state):
             for name, view in self._places.get(key, ()):
-                param = self._model.get_parameter(name)
+                param = weights[name]
                 local_of(param.detach()).copy_(part_of(values.as_strided(*view), param))
 
 

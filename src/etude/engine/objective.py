@@ -16,6 +16,7 @@ from etude.core.task import check_terms
 from etude.distributed import World
 from etude.distributed.parallel import (
     RankTask,
+    check_frozen,
     check_gradients,
     idle_output,
     local_gradients,
@@ -90,6 +91,8 @@ class Objective:
         self.micro_batches, self.step = micro_batches, step
         self.sums, self.counts = {}, {}
         self.totals = self._single = None
+        if self.parts.world.size > 1:
+            check_frozen(self.parts.model)
         if self.defers:
             share_buffers_next(self.parts.model)
 
@@ -122,7 +125,7 @@ class Objective:
         if self._single is None:
             raise self.nothing_to_learn()
         if (mean := mean_count(self.parts.model)) is not None:  # averaged over ranks like the gradients
-            check_gradients(self.parts.model, self.parts.params)
+            check_gradients(self.parts.model)
             return _nonzero(mean)
         name, count = self._single
         return self.undo_average(self.over_ranks({name: count})[name])
@@ -263,7 +266,7 @@ class Objective:
         """Check that the gradients are complete; data parallelism averages over ranks, but a sum is needed."""
         if self.parts.world.size == 1:
             return divisor
-        check_gradients(self.parts.model, self.parts.params)
+        check_gradients(self.parts.model)
         return divisor / self.parts.world.size
 
     def nothing_to_learn(self) -> TrainingError:

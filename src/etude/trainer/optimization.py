@@ -14,7 +14,7 @@ from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
 from etude.core.deferred import recording_of
 from etude.distributed.agreement import check_model
-from etude.distributed.parallel import check_inside, wrap_data_parallel
+from etude.distributed.parallel import check_inside, check_whole, wrap_data_parallel
 from etude.engine.callback import Callback
 from etude.engine.capture import Capture
 from etude.engine.captured_evaluation import CapturedEvaluation
@@ -65,11 +65,12 @@ def make_step(
 
     Without `uses_all_parameters` a step may leave out parameters that the optimizer has.
     """
+    check_whole(model)
     task.join(model)
     with making_model(machine.device):
-        machine.place(model, config)
         if machine.world.size > 1:
             check_model(machine.world, model)
+        machine.place(model, config)
         optimizer, shards = _divide(model, task, optimizer, machine)
         made = make_optimizer(optimizer, model, config, shards)
         task.extend(made)

@@ -14,6 +14,7 @@ from etude.core import ConfigError, DataBatch, Task
 from etude.core.arguments import as_whole
 from etude.core.model import unwrap
 from etude.data import TensorData, make_loader
+from etude.distributed.parallel import check_whole
 from etude.engine.callback import Callback
 from etude.engine.learning_rate import LearningRate
 from etude.engine.step import GradientAccumulator, Step
@@ -162,6 +163,7 @@ class TrainingLoop(EngineLoop):
         KeyboardInterrupt after the current step if a signal asked to stop.
         """
         check_model(model)
+        check_whole(model)
         check_optimizer(optimizer, model.parameters())
         self._choose_metrics(val_dataloader)
         if scheduler is not None:
