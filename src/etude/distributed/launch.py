@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from etude.core.errors import ConfigError, ConnectionLost, TrainingError
@@ -333,11 +339,36 @@ def _spec(arguments: list[str], options: LaunchOptions, address: str, is_host: b
         local_world_size=options.processes,
         entrypoint=sys.executable,
         args=(*safe, "-m", "etude", *(one.replace("$", "$$") for one in arguments)),  # torch fills in templates
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=_handler(parameters),
         max_restarts=options.max_restarts or 0,
         monitor_interval=0.1,
         local_addr=address,
     )
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Connect to the machine of the endpoint; raise ConfigError if something else has its port.
+
+    Torch would wait forever for such a thing to answer, and hear no signal: so a thread waits for it.
+    """
+    made: list[RendezvousHandler | Exception] = []
+
+    def connect() -> None:
+        try:
+            made.append(get_rendezvous_handler(parameters))
+        except Exception as error:
+            made.append(error)
+
+    connecting = threading.Thread(target=connect, name="etude-rendezvous", daemon=True)
+    connecting.start()
+    connecting.join(STORE_TIMEOUT_S)
+    if not made:
+        raise ConfigError(
+            f"--rdzv-endpoint {parameters.endpoint}: another program has this port; choose one that is free there"
+        )
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
 
 
 @contextlib.contextmanager
