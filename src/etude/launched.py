@@ -11,6 +11,8 @@ LAUNCHER = "ETUDE_LAUNCHER"
 """Variable with the process id of the launcher."""
 SHAPE = "ETUDE_LAUNCH_OPTIONS"
 """Variable with the options that start as many processes again."""
+STOP_FILE = "ETUDE_STOP_FILE"
+"""Variable with a file that the launcher makes when it is asked to stop: a process hears no signal in a collective."""
 HUNG = 70
 """Exit code by which a process tells such a launcher that the run hung; the launcher restarts it, or exits with 1."""
 
@@ -18,6 +20,11 @@ HUNG = 70
 def is_launched() -> bool:
     """Whether `etude … --nproc` started this process."""
     return os.environ.get(LAUNCHER, "") == str(os.getppid())
+
+
+def is_asked_to_stop() -> bool:
+    """Whether the launcher that started this process was asked to stop; any thread may ask this."""
+    return is_launched() and Path(os.environ[STOP_FILE]).exists()
 
 
 def launch_id() -> str:

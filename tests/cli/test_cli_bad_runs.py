@@ -62,6 +62,13 @@ def test_commands_are_quoted(etude, config, tmp_path):
         assert shlex.split(command[1]) == ["etude", "resume", str(folder)]
 
 
+def test_resume_of_a_finished_run_with_more_epochs_and_a_larger_batch(etude, run):
+    """All epochs with the new batch size have fewer steps than the run has made."""
+    assert etude("resume", run, "training.epochs=3", "training.batch_size=1000", "-q").code == 0
+    result = json.loads((run / "result.json").read_text())
+    assert (result["epoch"], result["step"]) == (3, 11)
+
+
 def test_resume_of_a_finished_run_with_a_nearer_end(etude, run):
     assert "is finished" in etude("resume", run, "training.epochs=1").error
     assert "is finished" in etude("resume", run, "training.log_interval=3").error

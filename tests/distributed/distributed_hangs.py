@@ -10,7 +10,7 @@ from distributed_toy import RANK, At, Points, SeveralTerms, features
 
 from etude.config import register
 from etude.data import DataSplits
-from etude.distributed import note_progress
+from etude.distributed import note_progress, watchdog
 from etude.engine.callback import Callback
 
 
@@ -22,15 +22,19 @@ def hang_forever():
 
 @register("loss", "toy_endless_loss")
 class EndlessLoss(SeveralTerms):
-    """Never returns on one rank, after some calls."""
+    """Never returns on one rank, after some calls; it may ask the launcher to stop just before."""
 
-    def __init__(self, rank: int = 1, calls: int = 10) -> None:
+    def __init__(self, rank: int = 1, calls: int = 10, stop: bool = False) -> None:
         super().__init__()
-        self.rank, self.calls = rank, calls
+        self.rank, self.calls, self.stop = rank, calls, stop
+        if stop:
+            watchdog.STOP_S = 1.0
 
     def terms(self, output, batch, *, metrics):
         self.calls -= 1
         if self.rank == RANK and self.calls == 0:
+            if self.stop:
+                os.kill(os.getppid(), signal.SIGTERM)
             hang_forever()
         return super().terms(output, batch, metrics=metrics)
 

@@ -106,6 +106,15 @@ def test_a_hang_without_restarts_is_one_line_and_exit_code_1(runs):
     assert "etude resume" not in err[0]
 
 
+def test_a_signal_to_stop_while_a_rank_hangs_does_not_wait_for_the_timeout(runs):
+    """The other rank is inside a collective and hears no signal."""
+    config = write(runs, training={"collective_timeout_s": 2000.0}, loss={"name": "toy_endless_loss", "stop": True})
+    code, out, err = end(start("train", config, "--nproc", 2, "-q", "--run-dir", runs.root / "run"))
+    assert (code, len(err)) == (130, 1), (out, err)
+    assert "made no progress for 1 s after a signal to stop: rank 1 is at step 7 in hang_forever" in err[0]
+    assert "===== rank 1" in (runs.root / "run" / "stacks.txt").read_text()
+
+
 def test_noted_progress_and_the_last_save_in_the_background_may_take_longer(runs):
     """Rank 0 is busy after a step; and then writes, while all others have nothing left to do."""
     training = {"save_every_steps": None, "max_steps": 5, "async_save": True}

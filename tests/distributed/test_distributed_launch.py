@@ -122,6 +122,15 @@ def test_a_signal_saves_and_resuming_is_exact(runs, name):
     assert records(folder) == records(straight)
 
 
+def test_a_signal_after_the_end_does_not_make_a_finished_run_look_stopped(runs):
+    config = runs.write("run", TRAINING)
+    launcher = start("train", config, "--nproc", 2, "-q", "--run-dir", runs.root / "run")
+    lines_until(launcher, "finished at step 16;")
+    launcher.send_signal(signal.SIGTERM)  # while the interpreters of the processes shut down
+    code, _, err = end(launcher)
+    assert (code, err) == (0, [])
+
+
 def test_a_second_signal_stops_at_once(runs):
     config = runs.write(
         "long",

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 
@@ -164,6 +165,18 @@ def test_a_machine_that_nobody_joins_says_so(monkeypatch):
         launch(["list"], LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=0), print)
     with pytest.raises(ConnectionLost, match=f"nothing answers at {endpoint} after 1 s"):
         wait_for_endpoint(endpoint, 1)
+
+
+def test_a_port_that_another_program_has_is_refused(monkeypatch):
+    """It listens and never answers: torch would wait forever."""
+    monkeypatch.setattr("etude.distributed.launch.STORE_TIMEOUT_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{endpoint}: another program has this port"):
+            launch(["list"], LaunchOptions(nnodes="2", rdzv_endpoint=endpoint), print)
+    for thread in threading.enumerate():
+        if thread.name == "etude-rendezvous":  # its connection is closed now; at exit it would need the interpreter
+            thread.join(TIMEOUT_S)
 
 
 @pytest.mark.slow

@@ -61,6 +61,12 @@ def test_not_within_another_launcher(monkeypatch):
     assert "leave out --nproc" in ended.output
 
 
+def test_a_dry_run_needs_a_process():
+    ended = CliRunner().invoke(app, ["train", "lenet5/baseline", "--dry-run", "--world", "0"], env=dict(os.environ))
+    assert ended.exit_code == 2
+    assert "--world 0: must be from 1" in ended.output
+
+
 def test_world_is_for_a_dry_run():
     ended = CliRunner().invoke(app, ["train", "lenet5/baseline", "--world", "2"], env=dict(os.environ))
     assert ended.exit_code == 2

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from etude.cli.process import complain
+from etude.cli.process import complain, ignore_signals_at_exit
 from etude.launched import is_launched
 
 Nproc = Annotated[
@@ -44,7 +44,7 @@ def launchable(command: Callable[..., None]) -> Callable[..., None]:
     def launched(context: typer.Context, **arguments: Any) -> None:
         options = {name: arguments.pop(name) for name in OPTIONS}
         if arguments.get("dry_run"):
-            arguments["world"] = arguments["world"] or _world(options)
+            arguments["world"] = _world(options) if arguments["world"] is None else arguments["world"]
         elif any(one is not None for one in options.values()):
             _launch(options, context.meta[ARGUMENTS])
         command(**arguments)
@@ -83,4 +83,6 @@ def _launch(options: dict[str, Any], arguments: list[str]) -> None:
     if not asked.is_one_process:
         waits = f"; waiting for all of them, up to {JOIN_TIMEOUT_S} s" if asked.nodes[0] > 1 else ""
         print(f"starting {asked}{waits}", flush=True)
-        raise SystemExit(launch(arguments, asked, complain))
+        code = launch(arguments, asked, complain)
+        ignore_signals_at_exit()
+        raise SystemExit(code)

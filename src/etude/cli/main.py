@@ -14,7 +14,14 @@ from etude.cli.dashboard import dashboard
 from etude.cli.data import data_app, tokenize
 from etude.cli.find_lr import find_lr
 from etude.cli.launch import ARGUMENTS, launchable
-from etude.cli.process import WarningLines, errors_in_words, is_main, signals_stop, watched_output
+from etude.cli.process import (
+    WarningLines,
+    errors_in_words,
+    ignore_signals_at_exit,
+    is_main,
+    signals_stop,
+    watched_output,
+)
 from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
 from etude.cli.schedule import schedule_app
@@ -286,6 +293,7 @@ def config_schema(
 
 
 def _conclude(outcome: Any) -> None:
+    ignore_signals_at_exit()
     if not outcome.is_main:
         raise SystemExit(130 if outcome.status == "interrupted" else 0)
     if outcome.status == "interrupted":

@@ -1,5 +1,6 @@
 """The command line as a process: errors in words, signals that stop it, and output that cannot be written."""
 
+import atexit
 import contextlib
 import errno
 import io
@@ -79,6 +80,17 @@ class WatchedOutput:
         except OSError as error:
             self.error = error
             raise
+
+
+def ignore_signals_at_exit() -> None:
+    """Let the interpreter shut down in peace: a signal in that second would make a finished run look stopped."""
+    atexit.register(_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if (number := getattr(signal, name, None)) is not None:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from etude.core.errors import ConfigError, ConnectionLost, TrainingError
@@ -32,7 +38,7 @@ from etude.distributed.network import (
     parse_endpoint,
     wait_for_endpoint,
 )
-from etude.launched import HUNG, LAUNCHER, SHAPE
+from etude.launched import HUNG, LAUNCHER, SHAPE, STOP_FILE
 
 CORES_PER_PROCESS = 4
 """CPU cores of one process with `--nproc auto` where there is no GPU: every process has its own copy of the data."""
@@ -136,12 +142,12 @@ def launch(arguments: Sequence[str], options: LaunchOptions, complain: Callable[
     address, is_host = _place(options)
     if not is_host:
         wait_for_endpoint(str(options.rdzv_endpoint))
-    with tempfile.TemporaryDirectory(prefix="etude-") as logs, _quiet(), _environment(options, address):
+    with tempfile.TemporaryDirectory(prefix="etude-") as logs, _quiet(), _environment(options, address, logs):
         try:
             agent = Agent(_spec(list(arguments), options, address, is_host), DefaultLogsSpecs(log_dir=logs), complain)
             with agent.signals():
                 agent.run()
-            agent.close()
+                agent.close()
         except RendezvousTimeoutError as error:
             raise ConnectionLost(
                 f"fewer than {options.nodes[0]} machines came to {options.rdzv_endpoint} within {JOIN_TIMEOUT_S} s; "
@@ -189,10 +195,14 @@ class Agent(LocalElasticAgent):
 
     def _pass_on(self, number: int, _frame: Any) -> None:
         self._asked += 1
-        alive = [process for process in self._processes().values() if process.poll() is None]
-        if not alive:  # no process has begun: nothing is to be saved
+        codes = [process.poll() for process in self._processes().values()]
+        if codes and all(code in (0, 130) for code in codes):  # the run has finished, or has stopped
+            return
+        if None not in codes:  # no process has begun: nothing is to be saved
             raise KeyboardInterrupt
-        for process in alive:
+        with contextlib.suppress(OSError):
+            Path(os.environ[STOP_FILE]).touch()
+        for process in self._processes().values():
             process.send_signal(number)
         if self._asked > 1:
             self._deadline = time.monotonic() + LAST_GRACE_S
@@ -244,7 +254,7 @@ class Agent(LocalElasticAgent):
         After a hang a process may be stopped, or hold the GIL: such a process hears no signal, and is killed.
         """
         ended = {code for code in codes if code is not None}
-        if self._asked or None not in codes or not ended or not ended <= EXPLAINED:
+        if (self._asked and HUNG not in ended) or None not in codes or not ended or not ended <= EXPLAINED:
             self._lost_since = None
             return False
         self._lost_since = time.monotonic() if self._lost_since is None else self._lost_since
@@ -279,7 +289,7 @@ class Agent(LocalElasticAgent):
         """Return the exit code for the whole; say what the processes could not say themselves."""
         codes = set(self._ended.values())
         if self._asked:
-            if not codes <= {0, 130}:
+            if not codes <= {130} and HUNG not in codes:  # after a hang they have said so
                 self._complain("stopped at once; earlier checkpoints are intact")
             return 130 if codes else 0  # it had finished
         if final := codes & set(FINAL):
@@ -329,19 +339,45 @@ def _spec(arguments: list[str], options: LaunchOptions, address: str, is_host: b
         local_world_size=options.processes,
         entrypoint=sys.executable,
         args=(*safe, "-m", "etude", *(one.replace("$", "$$") for one in arguments)),  # torch fills in templates
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=_handler(parameters),
         max_restarts=options.max_restarts or 0,
         monitor_interval=0.1,
         local_addr=address,
     )
 
 
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Connect to the machine of the endpoint; raise ConfigError if something else has its port.
+
+    Torch would wait forever for such a thing to answer, and hear no signal: so a thread waits for it.
+    """
+    made: list[RendezvousHandler | Exception] = []
+
+    def connect() -> None:
+        try:
+            made.append(get_rendezvous_handler(parameters))
+        except Exception as error:
+            made.append(error)
+
+    connecting = threading.Thread(target=connect, name="etude-rendezvous", daemon=True)
+    connecting.start()
+    connecting.join(STORE_TIMEOUT_S)
+    if not made:
+        raise ConfigError(
+            f"--rdzv-endpoint {parameters.endpoint}: another program has this port; choose one that is free there"
+        )
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
+
+
 @contextlib.contextmanager
-def _environment(options: LaunchOptions, address: str) -> Iterator[None]:
+def _environment(options: LaunchOptions, address: str, folder: str) -> Iterator[None]:
     """Set variables that the processes inherit."""
     new = {
         LAUNCHER: str(os.getpid()),
         SHAPE: options.shape,
+        STOP_FILE: str(Path(folder, "stop")),
         "OMP_NUM_THREADS": options.threads,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
         "TORCH_CPP_LOG_LEVEL": "ERROR"

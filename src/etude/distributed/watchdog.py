@@ -37,7 +37,7 @@ from etude.core.errors import TrainingError
 from etude.core.run_layout import STACKS
 from etude.distributed.stacks import place_of, stacks_of_all
 from etude.distributed.world import World, progress_made
-from etude.launched import HUNG, is_launched
+from etude.launched import HUNG, is_asked_to_stop, is_launched
 
 T = TypeVar("T")
 logger = logging.getLogger("etude")
@@ -49,6 +49,8 @@ _REPLY_S = 1.0
 """Least time for an answer of the store or of the other ranks."""
 _END_S = 5.0
 """Time for callbacks to close their files before the process ends."""
+STOP_S = 60.0
+"""The longest timeout after a signal to stop: a scheduler soon kills what is left, without a message."""
 _UNLIMITED = timedelta(days=7)
 _started = 0
 """Watchdogs started in this process: every training has keys of its own."""
@@ -79,6 +81,7 @@ class Watchdog:
     ) -> None:
         """`folder` gets the stacks; `end` is called, on every rank that can, before its process exits."""
         self._world, self._clock, self._timeout_s = world, clock, timeout_s
+        self._is_stopping = False
         self._folder, self._end = folder, end
         self._interval_s = min(timeout_s / _BEATS, _LONGEST_INTERVAL_S)
         self._reply_s = max(_REPLY_S, 3 * self._interval_s)
@@ -141,6 +144,9 @@ class Watchdog:
             self._waits_since = now
         if total is not None and total != self._total:
             self._total, self._changed_at = total, now
+        if not self._is_stopping and is_asked_to_stop():
+            self._is_stopping, self._changed_at = True, now
+            self._timeout_s = min(self._timeout_s, STOP_S)
         is_late = now - max(self._waits_since, self._changed_at) >= self._timeout_s
         if is_late and self._store is None:
             self._finish(self._alone())
@@ -250,9 +256,12 @@ class Watchdog:
         )
 
     def _headline(self) -> str:
-        return f"the {self._world.size} processes made no progress for {self._timeout_s:g} s"
+        asked = " after a signal to stop" if self._is_stopping else ""
+        return f"the {self._world.size} processes made no progress for {self._timeout_s:g} s{asked}"
 
     def _remedy(self) -> str:
+        if self._is_stopping:
+            return "; resume from the last checkpoint"
         return (
             "; resume from the last checkpoint. If this may take so long, raise training.collective_timeout_s, or call "
             "etude.distributed.note_progress() in it now and then"

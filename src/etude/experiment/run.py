@@ -158,9 +158,14 @@ def _resume_python(run: PythonRun, overrides: Sequence[str], progress: bool) -> 
 
 
 def _refuse_finished(trainer: Trainer, folder: RunFolder, overrides: Sequence[str], switch: str = "") -> None:
-    clock = trainer.state.clock
-    end = folder.read_result().get("step", 0) if not overrides else trainer.total_steps
-    if folder.is_finished and (end is None or clock.step >= end):
+    clock, epochs, max_steps = trainer.state.clock, trainer.config.num_epochs, trainer.config.max_steps
+    if not overrides:
+        is_over = clock.step >= folder.read_result().get("step", 0)
+    else:  # not by the number of steps: with a larger batch the epochs before would have had fewer
+        is_over = (epochs is not None and clock.epoch >= epochs) or (
+            max_steps is not None and clock.step >= max_steps
+        )
+    if folder.is_finished and is_over:
         raise RunFolderError(
             f"run {folder.path} is finished ({clock.epoch} epochs, {clock.step} steps); to train longer, use "
             f"`etude resume {quote(str(folder.path))} training.epochs={clock.epoch + 5}{switch}`"
