@@ -196,6 +196,17 @@ def test_a_parameter_that_is_frozen_between_two_moves_stays_as_it_is():
     assert (one.item(), other.item()) == (0.75, 0.75)
 
 
+def test_all_parameters_may_be_frozen():
+    model = net()
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1), k=2)
+    train(model, optimizer, range(1))
+    before = copy.deepcopy(model.state_dict())
+    model.requires_grad_(False).zero_grad()
+    optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    _move_if(torch.tensor(True), [], [], 0.5)  # on a device
+
+
 def test_a_state_loaded_by_the_wrapped_optimizer_is_used():
     weight = nn.Parameter(torch.ones(1))
     inner = SGD([weight], lr=0.25)

@@ -111,6 +111,8 @@ class Lookahead(Optimizers):
                 _move_if(count.remainder(self.k) == 0, *self._trained(), self.alpha)
         elif (skipped is None or not skipped.item()) and self._next(count) % self.k == 0:
             slow, fast = self._trained()
+            if not slow:  # all are frozen
+                return
             with without_grad():
                 torch._foreach_lerp_(slow, fast, self.alpha)
                 torch._foreach_copy_(fast, slow)
@@ -180,7 +182,8 @@ class Lookahead(Optimizers):
 
 def _move_if(is_due: Tensor, slow: list[Tensor], fast: list[Tensor], alpha: float) -> None:
     """Do what is done on the CPU if it is due, decided on the device."""
-    for old, new, moved in zip(slow, fast, torch._foreach_lerp(slow, fast, alpha), strict=True):
+    moves = torch._foreach_lerp(slow, fast, alpha) if slow else []
+    for old, new, moved in zip(slow, fast, moves, strict=True):
         torch.where(is_due, moved, old, out=old)
         torch.where(is_due, moved, new, out=new)
 
