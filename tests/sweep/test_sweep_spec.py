@@ -180,6 +180,7 @@ def test_a_mistake_in_a_sweep_file_is_one_line(etude, points, old, new, words):
         (["points.yaml", "optimizer.lr=1e-3..1e-1"], "pass --trials N"),
         (["points.yaml", "optimizer.lr=1..0.1", "--trials", 3], "command line: space.optimizer.lr: low must be less"),
         (["points.yaml", "optimizer.lr=0.1..1:lag", "--trials", 3], "after the colon write log"),
+        (["points.yaml", "optimizer.lr=1e-3...1e-1", "--trials", 3], "two dots"),
         (["points.yaml", "optimizer.lr=a..1", "--trials", 3], "space.optimizer.lr.low: expected"),
         (["points.yaml", "training.batch_size=8..16:0.5", "--trials", 3], "training.batch_size: expected an integer"),
         (["points.yaml", "training.batch_size=8..16:9", "--trials", 3], "step 9 is more than the distance"),

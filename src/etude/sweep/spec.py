@@ -213,6 +213,8 @@ def _range(text: str, word: str) -> dict[str, Any]:
     """Read `low..high`, `low..high:log` or `low..high:step`."""
     match = _RANGE.fullmatch(text)
     assert match is not None
+    if "..." in text:  # 1...5 may mean 1 to 5 or 1 to 0.5
+        raise ConfigError(f"{COMMAND_LINE}: '{word}': write two dots between the ends, as in 0..0.5")
     low, high, last = (None if one is None else parse_value(one) for one in match.groups())
     if last not in (None, "log") and not isinstance(last, (int, float)):
         raise ConfigError(f"{COMMAND_LINE}: '{word}': after the colon write log, or the step between values")
