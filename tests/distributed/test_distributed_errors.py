@@ -70,6 +70,11 @@ def test_no_cuda_device_for_a_process_is_reported(runs):
     assert_one_line(runs.train(2, config)[1], "device 'cuda' is not available")
 
 
+def test_a_file_of_predictions_that_cannot_be_written(runs):
+    command = ["predict", runs.root, "--data", runs.root / "x.npz", "--out", runs.root / "nowhere" / "x.csv"]
+    assert_one_line(runs.server.run(2, command, runs.root / "logs"), "there is no folder")
+
+
 def test_run_folders_that_cannot_be_used(runs):
     config = runs.write("run", {"epochs": 1})
     folder, ended = runs.train(2, config)

@@ -184,3 +184,19 @@ def test_a_process_holds_its_shard(load, shard):
 def test_sizes_that_do_not_fit_the_world_are_refused(load):
     with pytest.raises(ConfigError, match="4096"):
         dry_run(load(parallel={"shard": 3}), 4096)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"optimizer": {"name": "muon", "lr": 0.1}}, "needs whole matrices"),
+        ({"callbacks": ["gradient_monitor"]}, "GradientMonitor"),
+        ({"training": {"batch_size": "auto"}}, "batch_size is auto"),
+        ({"training": {"on_out_of_memory": "split"}}, "on_out_of_memory is split"),
+    ],
+    ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
+)
+def test_what_a_divided_model_does_not_support_is_refused_as_by_training(load, sections, words):
+    dry_run(load(**sections), 2)
+    with pytest.raises(ConfigError, match=words):
+        dry_run(load(**sections, parallel="fsdp"), 2)

@@ -36,11 +36,11 @@ _ANY: dict[str, Any] = {
 _MANY_STEPS = 10**12
 
 
-def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
+def check_experiment(config: ExperimentConfig) -> tuple[torch.optim.Optimizer, CallbackList]:
     """Raise ConfigError or DataError for anything that `train` would refuse before its first step without data.
 
     Nothing is downloaded or written. The model is built without memory for its weights. Returns the optimizer, with
-    small weights.
+    small weights, and the callbacks.
     """
     resolve_device(config.training.device)
     selection = config.require("model")
@@ -62,11 +62,11 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
             strategies[key] = _build(config, key, loss)
     model = draft.model
     task = draft.trainer.get("task") or SupervisedTask(strategies.get("loss"))
-    listed = as_callbacks([*callbacks, *draft.callbacks], config=config.training)
+    listed = CallbackList(as_callbacks([*callbacks, *draft.callbacks], config=config.training))
     for one in listed:
         one.check_installed()
         one.prepare(model)
-    CallbackList(listed).bind(RunParts(model, task))
+    listed.bind(RunParts(model, task))
     if (blocks := config.training.recomputed_blocks) is not None:
         recompute_activations(model, **blocks)
     optimizer = small_optimizer(config, small_weights(model))
@@ -77,7 +77,7 @@ def check_experiment(config: ExperimentConfig) -> torch.optim.Optimizer:
             LearningRate(optimizer, schedule)
         except ConfigError as error:
             raise ConfigError(f"{config.document.place('scheduler')}: {error}") from error
-    return optimizer
+    return optimizer, listed
 
 
 def _check_data(config: ExperimentConfig) -> None:

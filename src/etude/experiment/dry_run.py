@@ -33,7 +33,9 @@ from etude.distributed.tensor_parallel import divide_layers
 from etude.experiment.build import Data, build_component, build_data, sizes_of
 from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
 from etude.experiment.config import ExperimentConfig
+from etude.optim.elements import check_elementwise
 from etude.trainer import TrainerConfig
+from etude.trainer.arguments import check_divided
 from etude.trainer.loaders import check_shares, num_batches, planned_steps
 
 MOST_WORLD = 2**17
@@ -124,11 +126,14 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
         raise ConfigError(f"--world {world}: must be from 1 to {MOST_WORLD:,}")
     training: TrainerConfig = config.sections["training"].model_copy(update={"device": "cpu"})
     config = replace(config, sections={**config.sections, "training": training})
-    check_experiment(config)
+    optimizer, callbacks = check_experiment(config)
     data = build_data(config, World())
     model = _meta_model(config, data)
     found = DryRun(config.name, world)
     found.sizes = _sizes(found, config.sections["parallel"], model)
+    if found.sizes.divides_model:
+        check_elementwise(optimizer)
+        check_divided(training, callbacks)
     _measure_model(found, config, model)
     if (loader := data.loader("train") if isinstance(training.batch_size, int) else None) is not None:
         _measure_data(found, loader, training)

@@ -31,7 +31,7 @@ def schedule_curves(config: ExperimentConfig) -> tuple[list[Series], bool]:
     schedule counts in, depends on it. The second value tells whether rates also depend on metrics (`plateau`), which
     the curves leave out.
     """
-    optimizer, scheduler = check_experiment(config), config.selection("scheduler")
+    (optimizer, _), scheduler = check_experiment(config), config.selection("scheduler")
     total, per_epoch = _lengths(config, scheduler)
     schedule = None if scheduler is None else PlannedSchedule(scheduler, config.document).for_plan(total, per_epoch)
     rate, updater = LearningRate(optimizer, schedule), Updater(optimizer)

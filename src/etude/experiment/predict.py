@@ -16,6 +16,7 @@ from torch import Tensor
 
 from etude.core import ConfigError
 from etude.core.files import replacing
+from etude.distributed import before_joining
 from etude.experiment.opened import OpenedRun, opened_run
 from etude.experiment.outputs import Outputs, as_outputs
 
@@ -130,7 +131,8 @@ def predict_run(
     nor is the data of the training. A model that returns one tensor gives `Predictions`; one that returns several,
     or sequences of different lengths, `Outputs`. Raises ConfigError or DataError if the file does not fit.
     """
-    target = None if out is None else _checked(Path(out), Path(data).expanduser())
+    with before_joining():
+        target = None if out is None else _checked(Path(out), Path(data).expanduser())
     with opened_run(run_dir, which, list(overrides)) as run:
         trainer, other = run.with_file(data, labelled=False)
         output = trainer.predict(other.part)

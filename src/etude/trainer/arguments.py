@@ -99,6 +99,10 @@ def check_divided(config: TrainerConfig, callbacks: CallbackList) -> None:
             raise ConfigError(
                 f"training.{name} is auto, which a model that processes divide does not support; set it"
             )
+    if config.on_out_of_memory == "split":
+        raise ConfigError(
+            "training.on_out_of_memory is split, which a model that processes divide does not support; set it to error"
+        )
 
 
 def as_loss(loss: Any) -> Any:
