@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from etude import Callback, LeNet5, Trainer, TrainingLoop
 from etude.checkpoint import read_checkpoint
-from etude.core import ConfigError, TrainingError
+from etude.core import ConfigError, LossTerm, Task, TrainingError
 from etude.core.model import whole
 from etude.distributed import World, join_world, leave_world
 from etude.distributed.lockstep import Spare
 from etude.distributed.sharding import Shards
 from etude.distributed.shards import local_of, part_of
+from etude.engine.objective import Objective
 
 
 class Losses(Callback):
@@ -284,4 +285,40 @@ def lent_batches_stay_on_their_device() -> None:
     lent = Spare(world).instead_of(batch if world.rank == 1 else None)
     assert lent["x"].is_cpu
     assert lent["x"].equal(batch["x"])
+    leave_world()
+
+
+class Adversary(Task):
+    """Runs a backward pass of its own, whose gradients are added to those of the loss."""
+
+    def __call__(self, model, batch, *, metrics):
+        x, labels = batch
+        if torch.is_grad_enabled():
+            (0.1 * nn.functional.cross_entropy(model(x * 0.9), labels, reduction="sum")).backward()
+        return {"loss": LossTerm(nn.functional.cross_entropy(model(x), labels, reduction="sum"), float(len(labels)))}
+
+
+class OwnBackward(Task):
+    """Has an objective that runs the backward passes itself."""
+
+    def __call__(self, model, batch, *, metrics):
+        x, labels = batch
+        return {"loss": LossTerm(nn.functional.cross_entropy(model(x), labels, reduction="sum"), float(len(labels)))}
+
+    def objective(self, parts):
+        class Own(Objective):
+            def backward(self, terms):
+                self.add(terms)["loss"].sum.backward()
+
+            def finish(self):
+                return 6.0 / self.parts.world.size
+
+        return Own(self, parts)
+
+
+def backward_passes_of_others() -> None:
+    """Gradients of backward passes that the engine does not run are all-reduced too."""
+    x, labels = points()
+    for task in (Adversary, OwnBackward):
+        compare_one(make_mlp, (x[:24], labels[:24]), "ddp", task=task())
     leave_world()

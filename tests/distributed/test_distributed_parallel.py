@@ -175,6 +175,7 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "what_is_not_all_reduced",
         "lent_batches_draw_nothing",
         "lent_batches_stay_on_their_device",
+        "backward_passes_of_others",
     ],
 )
 def test_models_of_every_kind(runs, check_name):

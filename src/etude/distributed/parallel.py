@@ -51,6 +51,7 @@ def wrap_data_parallel(
     if not isinstance(whole, _Carrying):
         return wrapped
     wrapped.module, _CARRIERS[wrapped] = model, whole.carrier
+    wrapped.register_forward_pre_hook(_before_forward)
     # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
     # more ranks are summed. Done here, the first step after a resume sums like any other.
     run_backward(wrapped, idle_output(wrapped))
@@ -62,6 +63,8 @@ def wrap_data_parallel(
 _CARRIERS: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
 """By wrapped model, a parameter that is not trained: its gradient is a count, which is all-reduced with the others."""
 
+_WAITING: WeakSet[nn.Module] = WeakSet()
+"""Wrapped models that have been called since the last gradient of their carrier."""
 _FROZEN: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 """By wrapped model, the parameters that were frozen when it was wrapped: torch does not all-reduce their gradients."""
 
@@ -85,9 +88,26 @@ def run_backward(model: nn.Module, loss: Tensor, count: Tensor | float = 0.0) ->
     if carrier is None or not model.require_backward_grad_sync:
         loss.backward()
         return
+    _WAITING.discard(model)
     carrier.grad = None
     number = count.to(carrier) if isinstance(count, Tensor) else torch.full_like(carrier, count)
     torch.autograd.backward([loss, carrier], [None, number.detach().reshape(())])
+
+
+def finish_reduction(model: nn.Module) -> None:
+    """All-reduce the gradients of a backward pass that other code has run: it waits for that of the carrier."""
+    if model not in _WAITING or not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError:
+        run_backward(model, torch.zeros((), requires_grad=True))
+
+
+def _before_forward(model: nn.Module, _: object) -> None:
+    finish_reduction(model)
+    if model in _CARRIERS and model.require_backward_grad_sync:
+        _WAITING.add(model)
 
 
 def mean_count(model: nn.Module) -> Tensor | None:
