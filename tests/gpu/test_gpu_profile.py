@@ -40,7 +40,7 @@ def test_parts_add_up_to_the_steps_and_nothing_changes(capture, tmp_path, undo_d
     profile = profiler.profile
     torch.cuda.synchronize()
     measured = times.events[0].elapsed_time(times.events[1]) / 20
-    assert profile.step_ms - profile.parts.get("logging", 0.0) == pytest.approx(measured, rel=0.05)
+    assert profile.step_ms - profile.parts.get("logging", 0.0) == pytest.approx(measured, rel=0.1)
     assert captured(profiled) == (capture == "auto") == bool(profile.eager) == ("captured" in profile.parts)
     eager = profile.eager or profile.parts
     assert min(eager[name] for name in ("forward", "backward", "optimizer")) > 0

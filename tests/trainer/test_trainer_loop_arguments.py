@@ -243,3 +243,12 @@ def test_a_validation_loss_that_no_epoch_used_is_a_warning(validated, finishes, 
     del loop
     gc.collect()
     assert ["val_loss was never used" in one.message for one in caplog.records] == [True] * (not any(validated))
+
+
+def test_one_of_several_processes_is_warned_once_that_it_trains_alone(monkeypatch, caplog):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, loop = make_model(), TrainingLoop(progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(2):
+        loop.train_epoch(model, DataLoader(x, y, 8), optimizer, epoch=epoch)
+    assert caplog.text.count("each of 2 processes") == 1

@@ -1,6 +1,7 @@
 """Training loops for users who write the outer loop themselves: one epoch at a time."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -108,6 +109,7 @@ class TrainingLoop(EngineLoop):
         made = plain_task(loss_strategy, task, "loss_strategy")
         measure(made, metrics, train_metrics is None or train_metrics, validates=True)
         self._always_measures = train_metrics is not None
+        self._has_warned = False
         super().__init__(
             made,
             gradient_accumulator if gradient_accumulator is not None else GradientAccumulator(),
@@ -145,6 +147,17 @@ class TrainingLoop(EngineLoop):
 
     # ------------------------------------------------------------------------------------------------ objects
 
+    def _warn_of_processes(self) -> None:
+        """Warn, once, if this is one of several processes: the model is not trained together with theirs."""
+        number = os.environ.get("WORLD_SIZE", "1")
+        if number != "1" and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "TrainingLoop trains a model of its own in each of %s processes; Trainer and BasicTrainingLoop train "
+                "one model together",
+                number,
+            )
+
     def train_epoch(
         self,
         model: nn.Module,
@@ -164,6 +177,7 @@ class TrainingLoop(EngineLoop):
         """
         check_model(model)
         check_whole(model)
+        self._warn_of_processes()
         check_optimizer(optimizer, model.parameters())
         self._choose_metrics(val_dataloader)
         if scheduler is not None:
