@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from etude.cli.process import complain, ignore_signals_at_exit
+from etude.cli.process import complain, ignore_signals
 from etude.launched import is_launched
 
 Nproc = Annotated[
@@ -84,5 +84,5 @@ def _launch(options: dict[str, Any], arguments: list[str]) -> None:
         waits = f"; waiting for all of them, up to {JOIN_TIMEOUT_S} s" if asked.nodes[0] > 1 else ""
         print(f"starting {asked}{waits}", flush=True)
         code = launch(arguments, asked, complain)
-        ignore_signals_at_exit()
+        ignore_signals()
         raise SystemExit(code)

@@ -17,7 +17,7 @@ from etude.cli.launch import ARGUMENTS, launchable
 from etude.cli.process import (
     WarningLines,
     errors_in_words,
-    ignore_signals_at_exit,
+    ignore_signals,
     is_main,
     signals_stop,
     watched_output,
@@ -293,7 +293,7 @@ def config_schema(
 
 
 def _conclude(outcome: Any) -> None:
-    ignore_signals_at_exit()
+    ignore_signals()
     if not outcome.is_main:
         raise SystemExit(130 if outcome.status == "interrupted" else 0)
     if outcome.status == "interrupted":

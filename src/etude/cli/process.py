@@ -82,21 +82,27 @@ class WatchedOutput:
             raise
 
 
-def ignore_signals_at_exit() -> None:
-    """Let the interpreter shut down in peace: a signal in that second would make a finished run look stopped."""
-    atexit.register(_ignore_signals)
+def ignore_signals() -> None:
+    """Let the process end in peace: a signal in its last second would make a finished run look stopped."""
+    _ignore_signals()
+    atexit.register(_ignore_signals)  # `signals_stop` restores what was before it
 
 
 def _ignore_signals() -> None:
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if (number := getattr(signal, name, None)) is not None:
-            signal.signal(number, signal.SIG_IGN)
+    for number in _stopping():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _stopping() -> list[int]:
+    """Return the signals that stop a run; none in a thread, which cannot handle them."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP") if threading.current_thread() is threading.main_thread() else ()
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
 @contextlib.contextmanager
 def signals_stop() -> Iterator[None]:
     """Make SIGTERM and SIGHUP stop like Ctrl-C, with one line and exit code 130, also during setup."""
-    process, before = os.getpid(), {}
+    process = os.getpid()
 
     def stop(number: int, _frame: Any) -> None:
         if os.getpid() != process:  # in a forked child, restore the default behaviour
@@ -106,15 +112,16 @@ def signals_stop() -> Iterator[None]:
         raise KeyboardInterrupt
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # so that a launcher can end its processes
-    for name in ("SIGTERM", "SIGHUP") if alone and threading.current_thread() is threading.main_thread() else ():
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # unless nohup ignores it
-            before[number] = signal.signal(number, stop)
+    before = {number: signal.getsignal(number) for number in _stopping()} if alone else {}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:  # unless nohup ignores it
+            signal.signal(number, stop)
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # else not Python's
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -172,6 +172,8 @@ class Agent(LocalElasticAgent):
         """Signals received."""
         self._deadline = float("inf")
         self._lost_since: float | None = None
+        self._has_finished = False
+        """Whether a process has ended well: then the run is finished, whatever a signal did to the others."""
         self._ended: dict[int, int] = {}
         """Exit codes by rank, of those that ended first."""
         self._server: Any = None
@@ -230,6 +232,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._ended = {ranks[rank]: code for rank, code in codes.items() if code}
+        self._has_finished = 0 in codes.values()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._ended = self._ended or {rank: one.exitcode for rank, one in result.failures.items()}
@@ -241,11 +244,13 @@ class Agent(LocalElasticAgent):
         return result
 
     def _may_go_on(self, codes: list[int | None]) -> bool:
-        """Whether processes that were asked to stop are still saving."""
-        if None not in codes or any(code not in (None, 0, 130) for code in codes):
+        """Whether processes that were asked to stop are still saving, or shut down after the end of the run."""
+        ended = {code for code in codes if code is not None}
+        if None not in codes or not ended <= {0, 130, -signal.SIGTERM, -signal.SIGHUP}:
             return False
-        if any(code is not None for code in codes):
-            self._deadline = min(self._deadline, time.monotonic() + SAVE_GRACE_S)
+        if ended:
+            grace_s = SAVE_GRACE_S if ended <= {0, 130} else LAST_GRACE_S
+            self._deadline = min(self._deadline, time.monotonic() + grace_s)
         return time.monotonic() < self._deadline
 
     def _is_explained_soon(self, codes: list[int | None]) -> bool:
@@ -289,6 +294,8 @@ class Agent(LocalElasticAgent):
         """Return the exit code for the whole; say what the processes could not say themselves."""
         codes = set(self._ended.values())
         if self._asked:
+            if self._has_finished:
+                return 0
             if not codes <= {130} and HUNG not in codes:  # after a hang they have said so
                 self._complain("stopped at once; earlier checkpoints are intact")
             return 130 if codes else 0  # it had finished
