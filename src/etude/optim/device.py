@@ -239,9 +239,12 @@ class Adafactor(DeviceOptimizer):
         changes = self._moments(params, grads, weights, first)
         torch._foreach_rsqrt_(changes)
         torch._foreach_mul_(changes, grads)
-        factors = _each(sizes.div_(_rms(changes, group["d"]).clamp_(min=1.0)).neg_(), params[0].dtype)
+        factors = _each(sizes.div_(_rms(changes, group["d"]).clamp_(min=1.0)), params[0].dtype)
         for param, change, factor in zip(params, changes, factors, strict=True):
-            param.addcmul_(change, factor) if isinstance(factor, Tensor) else param.add_(change, alpha=factor)
+            if isinstance(factor, Tensor):
+                param.addcmul_(change, factor, value=-1)
+            else:
+                param.sub_(change, alpha=factor)
 
     def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
         """Let torch's function for the CPU go through the parameters itself."""
