@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli.main import _conclude
+from etude.cli.process import signals_stop
 from etude.core import ConfigError
 from etude.experiment import load_experiment_config, resume_run, train_experiment
 
@@ -89,7 +90,8 @@ def test_it_learns_reports_and_writes_text(straight, corpus):
 
 
 def test_the_command_shows_the_text(straight, capsys):
-    _conclude(straight)
+    with signals_stop():  # the end of a command ignores signals; this restores them
+        _conclude(straight)
     assert capsys.readouterr().out.endswith(f"sampled from the model:\n{straight.samples}")
 
 

@@ -112,9 +112,9 @@ def signals_stop() -> Iterator[None]:
         raise KeyboardInterrupt
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # so that a launcher can end its processes
-    before = {number: signal.getsignal(number) for number in _stopping()} if alone else {}
+    before = {number: signal.getsignal(number) for number in _stopping()}
     for number, handler in before.items():
-        if handler is signal.SIG_DFL:  # unless nohup ignores it
+        if alone and handler is signal.SIG_DFL:  # unless nohup ignores it
             signal.signal(number, stop)
     try:
         yield
