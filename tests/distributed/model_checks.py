@@ -12,9 +12,11 @@ from etude import CausalTransformerLM, deferred_weights
 from etude.core import ConfigError, DataError, LossTerm, TrainingError
 from etude.core.deferred import weights_of
 from etude.core.model import whole
+from etude.data import TensorData
 from etude.distributed import World, leave_world
 from etude.engine.alternating import AlternatingTask
-from etude.losses import LossStrategy
+from etude.losses import LanguageModelingLoss, LossStrategy
+from etude.multitask import LanguageModelHead, LinearHead, MultiTask, MultiTaskModel, TaskSpec
 
 
 class Block(nn.Module):
@@ -215,9 +217,19 @@ class Judge(nn.Module):
         return self.label(self.trunk.features(words).mean(1)) + self.trunk(words).mean(1)[:, :3]
 
 
+def make_reader() -> nn.Module:
+    """Two tasks, one of which has the output layer of the trunk."""
+    trunk = CausalTransformerLM(vocab_size=24, d_model=16, n_layers=2, n_heads=2, max_len=8, dropout=0.0)
+    return MultiTaskModel(trunk, {"text": LanguageModelHead(), "kind": LinearHead(3, in_features=16)})
+
+
 def plan_inside() -> None:
-    """The plan of an inner model is used."""
+    """The plan of an inner model is used, also if a task's loss applies its output layer."""
     compare_one(Judge, (tokens(), tokens()[:, 0] % 3), {"tensor": 2})
+    data = TensorData({"input_ids": tokens(), "kinds": tokens() % 3})
+    for parallel in ({"tensor": 2}, "fsdp"):
+        text, kind = TaskSpec("text", LanguageModelingLoss()), TaskSpec("kind", labels="kinds", weight=0.5)
+        compare_one(make_reader, data, parallel, task=MultiTask({"text": text, "kind": kind}))
     leave_world()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from etude.config.registry import register
 from etude.core.errors import ConfigError, TrainingError
-from etude.core.model import HeadOutput
+from etude.core.model import HeadOutput, whole
 from etude.models.features import Features
 
 Size = Annotated[int, Ge(1)]
@@ -54,7 +54,8 @@ class LanguageModelHead(nn.Module):
                 "language_model: the trunk has no output layer; set vocab_size and in_features with tied: false"
             )
         softcap = features.softcap if self.layer is None else None
-        return HeadOutput(fitting(features.hidden, layer.weight), layer.weight, layer.bias, softcap)
+        weight, bias = whole(layer.weight), None if layer.bias is None else whole(layer.bias)
+        return HeadOutput(fitting(features.hidden, weight), weight, bias, softcap)
 
     def _own_layer(self, why: str) -> nn.Linear:
         if self.vocab_size is None:
