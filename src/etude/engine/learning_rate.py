@@ -110,12 +110,14 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _factor(schedule: Schedule, step: int) -> Any:
     factor: Any = schedule(step)
-    if not (isinstance(factor, Tensor) or _is_factor(factor)):  # reading a tensor would synchronise
+    if isinstance(factor, Tensor):  # reading it would synchronise
+        return factor
+    if not _is_factor(factor):
         raise TrainingError(
             f"the schedule gave {factor!r:.60} for step {step}; return a finite factor of at least 0 for every "
             "step of the run"
         )
-    return factor
+    return float(factor)  # NumPy's numbers would make the rate one of them
 
 
 def _is_factor(value: Any) -> bool:

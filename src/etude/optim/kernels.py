@@ -55,8 +55,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     A tensor is filled in place, because captured graphs and fused kernels keep reading the same memory.
     """
     for group in optimizer.param_groups:
-        if "initial_lr" in group:
-            group["initial_lr"] = float(lr)
+        group["initial_lr"] = float(lr)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
