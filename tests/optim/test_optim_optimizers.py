@@ -286,6 +286,12 @@ def test_arguments_out_of_range_are_one_clear_line(optimizer_class, arguments, m
     assert "\n" not in str(caught.value)
 
 
+def test_a_group_may_not_take_nesterov_without_momentum():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="nesterov needs momentum above 0"):
+        SGD(model, momentum=0.9, groups=[{"params": "0.bias", "momentum": 0.0, "nesterov": True}])
+
+
 def test_a_missing_argument_is_reported_by_python():
     with pytest.raises(TypeError, match=r"SGD.__init__\(\) missing 1 required positional argument: 'params'"):
         SGD()
