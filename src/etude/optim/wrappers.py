@@ -217,8 +217,8 @@ class SAM(Perturbed):
         if self.adaptive:
             torch._foreach_mul_(grads, params)
         norm = global_norm(grads)
-        if self.adaptive:
-            torch._foreach_mul_(grads, params)
+        if self.adaptive:  # w·conj(w) is w² of complex weights
+            torch._foreach_mul_(grads, [param.conj() for param in params])
         if norm.is_cpu:  # reading a value does not wait
             length = norm.item()
             if not math.isfinite(length):
