@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT as TorchParams
 
-from etude.core.arguments import check_ranges, checked
+from etude.core.arguments import checked
 from etude.core.errors import ConfigError
 from etude.core.spelling import suggest
 from etude.optim.eager import without_compiler
-from etude.optim.groups import Groups, LayerDecay, group_parameters
+from etude.optim.groups import Groups, LayerDecay, check_settings, group_parameters
 
 P = ParamSpec("P")
 ParamsT = TorchParams | nn.Module
@@ -187,7 +187,7 @@ class KernelOptimizer(torch.optim.Optimizer):
                 lr=lr,
                 settings=[name for name in names if name != "params" and name not in _SHARED],
                 aliases=ALIASES,
-                check=functools.partial(check_ranges, type(self).__init__),
+                check=functools.partial(check_settings, type(self)),
             )
         return [one for one in params.parameters() if one.requires_grad] if isinstance(params, nn.Module) else params
 
