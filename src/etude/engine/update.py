@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from etude.core import TrainingError
+from etude.core import ConfigError, TrainingError
 from etude.engine.precision import MixedPrecision
 from etude.engine.rates import DeviceRate, rate_names
 from etude.optim.clipping import global_norm
@@ -66,6 +66,10 @@ class Updater:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         self.params[:] = [param for group in groups for param in group["params"]]  # others hold the list too
         # Fused kernels divide by a float32 number, too coarse for a norm of float64 gradients.
+        if self.clip_value is not None and any(param.is_complex() for param in self.params):
+            raise ConfigError(
+                "gradient_clip_value cannot clip the gradients of complex parameters; use gradient_clip_norm"
+            )
         is_double = any(param.dtype is torch.float64 for param in self.params)
         divides = _supports_fused_scaling(optimizer) and self.clip_value is None and not is_double
         self._kernel_divides = divides and not self._is_sparse
