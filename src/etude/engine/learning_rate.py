@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from etude.core import TrainingError
-from etude.optim.scheduled import Schedule, Schedules, has_setting, set_setting, setting_of
+from etude.optim.scheduled import Schedule, Schedules, Setting, has_setting, set_setting, setting_of
 
 
 class LearningRate:
@@ -59,6 +59,13 @@ class LearningRate:
             else:
                 rate.fill_(base * factor)
         return self._set_others(step) if self._plan.factors or self._plan.values else ()
+
+    def loaded(self) -> None:
+        """Set settings that the schedule of a checkpoint has changed, and this one does not, to their base values."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            for name in get_args(Setting):
+                if name not in {**self._plan.factors, **self._plan.values} and f"initial_{name}" in group:
+                    set_setting(group, name, group.pop(f"initial_{name}"))
 
     def others(self) -> dict[str, float]:
         """Return the current values of scheduled settings other than rates, for the logs."""

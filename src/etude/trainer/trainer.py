@@ -306,6 +306,7 @@ class Trainer:
         raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
         with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
             self.state.restore(checkpoint)
+        self.learning_rate.loaded()
         self.output.loaded(checkpoint.path, metrics)
         self._raw = raw
 
