@@ -35,10 +35,13 @@ def test_the_data_is_not_needed_where_the_length_is_known(etude, config, tmp_pat
     assert (by_epoch.code, "none.npz" in by_epoch.error) == (2, True)
 
 
-def test_the_curves_are_the_rates_of_the_run(config):
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 8}, {"batch_size": {0: 8, 1: 16}, "grad_accum_steps": {0: 1, 2: 2}}]
+)
+def test_the_curves_are_the_rates_of_the_run(config, sizes):
     from etude.experiment import build_trainer, load_config, schedule_curves
 
-    loaded = load_config(experiment(config, training={"epochs": 2, "batch_size": 8, "device": "cpu"}))
+    loaded = load_config(experiment(config, training={"epochs": 3, "device": "cpu", **sizes}))
     curves, depends = schedule_curves(loaded)
     assert not depends
     trainer = build_trainer(loaded, progress=False)
@@ -48,6 +51,14 @@ def test_the_curves_are_the_rates_of_the_run(config):
         trainer.learning_rate.set(step)
         now = trainer.step.updater.rates() | trainer.learning_rate.others()
         assert now == {name: values[step] for name, values in found.items()}
+
+
+@pytest.mark.parametrize("override", ["training.batch_size={0: 8, 1: 16}", "training.grad_accum_steps={0: 1, 1: 2}"])
+@pytest.mark.parametrize("command", [("schedule", "plot"), ("train", "-q")])
+def test_epochs_of_different_lengths_are_no_unit(etude, config, command, override):
+    file = config(scheduler={"name": "step", "step_size": 1, "unit": "epoch"}, training={"epochs": 2})
+    outcome = etude(*command, file, override)
+    assert (outcome.code, "steps_per_epoch is unknown" in outcome.error) == (2, True)
 
 
 def test_a_picture(etude, config, tmp_path):
