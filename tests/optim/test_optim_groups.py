@@ -85,6 +85,8 @@ def test_groups_are_those_of_torch_for_any_optimizer():
         ({"groups": [{"params": "head", "lr": -1.0}]}, ["groups.0.lr", "-1.0"]),
         ({"groups": [{"params": "head", "lr": "high"}]}, ["groups.0.lr", "high"]),
         ({"groups": [{"params": "head", "betas": (0.9, 1.5)}]}, ["groups.0.betas", "1.5"]),
+        ({"groups": [{"params": ["head", 0]}]}, ["groups.0.params", "['head', 0]"]),
+        ({"groups": [{"params": nn.Linear(2, 2)}]}, ["groups.0.params", "Linear"]),
         ({"groups": [{"params": "head", "betas": 0.9}]}, ["groups.0.betas", "0.9"]),
         ({"groups": [{"params": "head", "weight_decay": [0.1]}]}, ["groups.0.weight_decay", "[0.1]"]),
         ({"groups": [{"params": "head", "amsgrad": "false"}]}, ["groups.0.amsgrad", "false"]),

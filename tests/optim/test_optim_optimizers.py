@@ -312,6 +312,12 @@ def test_registered_by_name_with_the_spellings_people_use():
         assert component.aliases["learning_rate"] == "lr"
 
 
+@pytest.mark.parametrize("lr", [-0.1, math.nan, math.inf])
+def test_a_rate_that_is_none_is_refused(lr):
+    with pytest.raises(ConfigError, match=f"lr is {lr}"):
+        SGD(parameters()).set_lr(lr)
+
+
 def test_set_lr_reaches_every_group_and_any_torch_optimizer():
     for optimizer_class in (SGD, torch.optim.SGD):
         weights = parameters()

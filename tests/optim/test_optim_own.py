@@ -276,6 +276,7 @@ OWN = [Lion, Adafactor, ScheduleFreeAdamW, Muon]
         ({"lr": math.nan}, "lr is nan"),
         ({"layer_decay": 2.0}, "layer_decay is 2.0"),
         ({"groups": [{"params": "0", "momentun": 1.0}]}, "groups.0.momentun"),
+        ({"groups": [5]}, "groups.0 needs"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(make, wrong, words):

@@ -370,7 +370,7 @@ def test_a_radius_that_is_not_above_zero_is_refused(arguments):
         SAM(SGD(net().parameters()), **arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"k": 0}, {"k": -1}, {"alpha": 0.0}, {"alpha": 1.01}])
+@pytest.mark.parametrize("arguments", [{"k": 0}, {"k": -1}, {"k": 2.5}, {"alpha": 0.0}, {"alpha": 1.01}])
 def test_settings_of_lookahead_outside_their_range_are_refused(arguments):
     with pytest.raises(ConfigError, match="Lookahead: "):
         Lookahead(SGD(net().parameters()), **arguments)

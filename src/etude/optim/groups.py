@@ -180,7 +180,10 @@ def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Ma
     for key in found:
         if allowed is not None and key not in allowed:
             raise ConfigError(f"{where}.{key} is not a setting of this optimizer{did_you_mean(key, allowed)}")
-    patterns = [found["params"]] if isinstance(found["params"], str) else list(found["params"])
+    given = found["params"]
+    patterns = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not all(isinstance(one, str) for one in patterns):
+        raise ConfigError(f"{where}.params is {given!r:.60}; patterns of names are strings, such as '0.*'")
     label = ", ".join(re.sub(r"[.*?]+$", "", one) or one for one in patterns)
     return {"name": label, **found, "params": patterns}
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypedDict
 
@@ -54,6 +55,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
     A tensor is filled in place, because captured graphs and fused kernels keep reading the same memory.
     """
+    if not 0 <= float(lr) < math.inf:
+        raise ConfigError(f"lr is {lr}; it must be finite and at least 0")
     for group in optimizer.param_groups:
         group["initial_lr"] = float(lr)
         if isinstance(group["lr"], Tensor):
