@@ -430,6 +430,19 @@ def test_a_setting_that_is_no_longer_scheduled_has_its_base_value(tmp_path):
     assert group["betas"] == (0.8 * cosine(24)(17), 0.9)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_rate_that_a_schedule_has_left_behind_is_a_warning(tmp_path, caplog, keep):
+    trainer({"epochs": 2}, scheduler=cosine(24), output_dir=tmp_path / "run").train()
+    other = trainer({"epochs": 3})
+    other.load_checkpoint(tmp_path / "run", keep_hyperparameters=keep)
+    result = other.train()
+    assert result["lr"] == pytest.approx(0.5 if keep else 0.5 * cosine(24)(11))
+    assert [record.message for record in caplog.records if "base 0.5" in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == (not keep)
+
+
 class Counts(torch.optim.SGD):
     """Counts its steps in the group, as optimizers of some packages do."""
 

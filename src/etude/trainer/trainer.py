@@ -224,7 +224,7 @@ class Trainer:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
         self.learning_rate.follow(self.config)
-        self.learning_rate.advise(self.config)
+        self.learning_rate.advise(self.config, self.callbacks)
         self.output.unload_best(self.model)
         if self._raw is not None:
             load_model_state(self.model, self._raw)
