@@ -1,6 +1,7 @@
 """`etude schedule plot`: what a run would schedule, in the terminal and in a file, and `config check` of schedules."""
 
 import pytest
+import yaml
 
 SCHEDULER = {
     "name": "per_group",
@@ -95,3 +96,35 @@ def test_help_and_an_unknown_experiment(etude):
     assert "plot" in etude("schedule", "--help").out
     assert "EXPERIMENT" in etude("schedule", "plot", "--help").out
     assert etude("schedule", "plot", "nothing").code == 2
+
+
+GROUPED = """
+from torch import nn
+
+from etude import register
+
+
+@register("model", "{name}")
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.top = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.top(self.body(x))
+
+    def parameter_groups(self):
+        groups = {{"body": self.body, "top": self.top}}
+        return [{{"params": list(one.parameters()), "name": name}} for name, one in groups.items()]
+"""
+
+
+def test_groups_and_the_output_layer_are_those_of_the_model(etude, config, tmp_path):
+    (tmp_path / "grouped.py").write_text(GROUPED.format(name="cli_grouped"))
+    more = {"imports": [*yaml.safe_load(config().read_text())["imports"], "grouped.py"], "model": "cli_grouped"}
+    file = config(scheduler={"name": "per_group", "groups": {"top": "cosine"}}, **more)
+    assert etude("config", "check", file).code == 0
+    assert "b lr/top" in " ".join(etude("schedule", "plot", file).out.split())
+    for command in ("config", "check"), ("train", "-q"):
+        outcome = etude(*command, file, "optimizer=muon")
+        assert (outcome.code, "no hidden matrices" in outcome.error) == (2, True)
