@@ -430,6 +430,24 @@ def test_a_setting_that_is_no_longer_scheduled_has_its_base_value(tmp_path):
     assert group["betas"] == (0.8 * cosine(24)(17), 0.9)
 
 
+@pytest.mark.parametrize("later", [None, cosine(24)])
+@pytest.mark.parametrize("door", ["fit", "train_epoch"])
+def test_another_schedule_on_the_same_optimizer_begins_with_its_values(door, later):
+    one = model()
+    optimizer = AdamW(one.parameters(), lr=0.5, weight_decay=0.4)
+    both = by_setting(lr=cosine(24), weight_decay=cosine(24))
+    if door == "fit":
+        loop = BasicTrainingLoop(one, optimizer, both, config={"batch_size": 8}, progress=False)
+        loop.fit(data(), epochs=2)
+        loop.scheduler = later
+        loop.fit(data(), epochs=2)
+    else:
+        epochs = TrainingLoop()
+        for epoch, schedule in enumerate((both, later)):
+            epochs.train_epoch(one, DataLoader(*data(), 8), optimizer, schedule, epoch)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.4
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_rate_that_a_schedule_has_left_behind_is_a_warning(tmp_path, caplog, keep):
     trainer({"epochs": 2}, scheduler=cosine(24), output_dir=tmp_path / "run").train()

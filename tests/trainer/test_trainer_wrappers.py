@@ -223,6 +223,20 @@ def test_a_function_that_steps_by_itself_is_refused():
         training_step(model.forward, F.cross_entropy, lambda: optimizer.step(), optimizer.zero_grad, *DATA)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda _: SGD(smooth()), "none of the model's parameters"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "needs a closure"),
+    ],
+)
+def test_an_optimizer_that_cannot_train_the_functions_is_refused(make, words):
+    model = smooth()
+    optimizer = make(model)
+    with pytest.raises((ConfigError, TrainingError), match=words):
+        training_step(model.forward, F.cross_entropy, optimizer.step, optimizer.zero_grad, *DATA)
+
+
 # ------------------------------------------------------------------------------------------------ several tasks
 
 

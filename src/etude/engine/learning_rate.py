@@ -25,9 +25,9 @@ class LearningRate:
         self.optimizer = optimizer
         self.scales: dict[str, float] = {}
         """Further factors of every rate, by the name of what sets them."""
+        self.use(schedule)
         # A checkpoint loaded before the first step may contain rates already changed by a schedule.
         self._made = [] if optimizer is None else [_settings_of(group) for group in optimizer.param_groups]
-        self.use(schedule)
 
     def use(self, schedule: Schedule | None) -> None:
         """Follow a schedule; raise ConfigError if it names a group or a setting that the optimizer does not have."""
@@ -39,6 +39,7 @@ class LearningRate:
         """Which of them each group has."""
         if schedule is not None and self.optimizer is not None:
             self._plan.check(self.optimizer.param_groups, type(self.optimizer).__name__)
+        self.loaded()
 
     def set(self, step: int) -> Sequence[str]:
         """Set the rates and settings of the next step; return the settings, other than rates, that have changed."""
@@ -61,7 +62,10 @@ class LearningRate:
         return self._set_others(step) if self._plan.factors or self._plan.values else ()
 
     def loaded(self) -> None:
-        """Set settings that the schedule of a checkpoint has changed, and this one does not, to their base values."""
+        """Set settings that an earlier schedule has changed, and this one does not, to their base values.
+
+        To be called when a checkpoint has been loaded.
+        """
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             for name in get_args(Setting):
                 if name not in {**self._plan.factors, **self._plan.values} and f"initial_{name}" in group:

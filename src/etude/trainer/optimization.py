@@ -1,5 +1,6 @@
 """The step and optimizer of a run, from objects, functions or names."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -285,8 +286,7 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     if isinstance(optimizer, (list, tuple)):  # `Trainer` has made one of them
         raise ConfigError("optimizer is a list; make one of it with etude.optim.Optimizers([…])")
     expect("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "or make a torch optimizer")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+    if _needs_closure(type(optimizer)):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} needs a closure that computes the loss several times per step, "
             "which is not supported; use another one, such as 'adamw'"
@@ -300,3 +300,10 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     mine = set(map(id, params))
     if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
         raise TrainingError("the optimizer holds none of the model's parameters: build it from model.parameters()")
+
+
+@functools.cache
+def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether the steps of an optimizer compute the loss themselves."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return issubclass(kind, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)

@@ -144,7 +144,7 @@ def _left_behind(group: Mapping[str, Any]) -> Iterator[str]:
     rate, base = float(group["lr"]), float(group.get("initial_lr", group["lr"]))
     if rate != base:
         yield (
-            f"the learning rate stays at {rate:.3g}, where the schedule of the checkpoint left it (base {base:.3g}), "
+            f"the learning rate stays at {rate:.3g}, where an earlier schedule left it (base {base:.3g}), "
             "because this run has no schedule; set the rate (optimizer.lr), or a schedule"
         )
 

@@ -27,6 +27,7 @@ from etude.engine.update import Updater
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, count_labels
 from etude.metrics import TrainingMetrics
 from etude.optim.clipping import clip_to_norm, global_norm
+from etude.trainer.optimization import check_optimizer
 
 logger = logging.getLogger("etude")
 
@@ -82,6 +83,8 @@ def function_step(
     updater: Updater | FunctionUpdater
     owner = _owner_of(optimizer_step)
     if isinstance(owner, torch.optim.Optimizer):
+        trained = [] if model is None else [*model.parameters()]
+        check_optimizer(owner, trained or [param for group in owner.param_groups for param in group["params"]])
         updater = MethodUpdater(owner, zero_gradients, clip_norm)
     else:
         params = None if model is None else list(model.parameters())
