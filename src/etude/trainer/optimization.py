@@ -286,15 +286,16 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     if isinstance(optimizer, (list, tuple)):  # `Trainer` has made one of them
         raise ConfigError("optimizer is a list; make one of it with etude.optim.Optimizers([…])")
     expect("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "or make a torch optimizer")
-    if _needs_closure(type(optimizer)):
+    kind: Any = type(optimizer)
+    if _needs_closure(kind):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} needs a closure that computes the loss several times per step, "
+            f"optimizer {kind.__name__} needs a closure that computes the loss several times per step, "
             "which is not supported; use another one, such as 'adamw'"
         )
     for rate in (group.get("lr") for group in optimizer.param_groups):
         if not isinstance(rate, (Real, Tensor)):
             raise ConfigError(
-                f"optimizer {type(optimizer).__name__} has {rate!r:.60} as the learning rate of a parameter group, but "
+                f"optimizer {kind.__name__} has {rate!r:.60} as the learning rate of a parameter group, but "
                 "a run logs and schedules a number; set lr"
             )
     mine = set(map(id, params))
@@ -303,7 +304,7 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
 
 
 @functools.cache
-def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+def _needs_closure(kind: Any) -> bool:
     """Whether the steps of an optimizer compute the loss themselves."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return issubclass(kind, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
