@@ -1,6 +1,7 @@
 """`etude schedule plot`: what a run would schedule, in the terminal and in a file, and `config check` of schedules."""
 
 import pytest
+import yaml
 
 SCHEDULER = {
     "name": "per_group",
@@ -35,10 +36,13 @@ def test_the_data_is_not_needed_where_the_length_is_known(etude, config, tmp_pat
     assert (by_epoch.code, "none.npz" in by_epoch.error) == (2, True)
 
 
-def test_the_curves_are_the_rates_of_the_run(config):
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 8}, {"batch_size": {0: 8, 1: 16}, "grad_accum_steps": {0: 1, 2: 2}}]
+)
+def test_the_curves_are_the_rates_of_the_run(config, sizes):
     from etude.experiment import build_trainer, load_config, schedule_curves
 
-    loaded = load_config(experiment(config, training={"epochs": 2, "batch_size": 8, "device": "cpu"}))
+    loaded = load_config(experiment(config, training={"epochs": 3, "device": "cpu", **sizes}))
     curves, depends = schedule_curves(loaded)
     assert not depends
     trainer = build_trainer(loaded, progress=False)
@@ -48,6 +52,14 @@ def test_the_curves_are_the_rates_of_the_run(config):
         trainer.learning_rate.set(step)
         now = trainer.step.updater.rates() | trainer.learning_rate.others()
         assert now == {name: values[step] for name, values in found.items()}
+
+
+@pytest.mark.parametrize("override", ["training.batch_size={0: 8, 1: 16}", "training.grad_accum_steps={0: 1, 1: 2}"])
+@pytest.mark.parametrize("command", [("schedule", "plot"), ("train", "-q")])
+def test_epochs_of_different_lengths_are_no_unit(etude, config, command, override):
+    file = config(scheduler={"name": "step", "step_size": 1, "unit": "epoch"}, training={"epochs": 2})
+    outcome = etude(*command, file, override)
+    assert (outcome.code, "steps_per_epoch is unknown" in outcome.error) == (2, True)
 
 
 def test_a_picture(etude, config, tmp_path):
@@ -84,3 +96,35 @@ def test_help_and_an_unknown_experiment(etude):
     assert "plot" in etude("schedule", "--help").out
     assert "EXPERIMENT" in etude("schedule", "plot", "--help").out
     assert etude("schedule", "plot", "nothing").code == 2
+
+
+GROUPED = """
+from torch import nn
+
+from etude import register
+
+
+@register("model", "{name}")
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.top = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.top(self.body(x))
+
+    def parameter_groups(self):
+        groups = {{"body": self.body, "top": self.top}}
+        return [{{"params": list(one.parameters()), "name": name}} for name, one in groups.items()]
+"""
+
+
+def test_groups_and_the_output_layer_are_those_of_the_model(etude, config, tmp_path):
+    (tmp_path / "grouped.py").write_text(GROUPED.format(name="cli_grouped"))
+    more = {"imports": [*yaml.safe_load(config().read_text())["imports"], "grouped.py"], "model": "cli_grouped"}
+    file = config(scheduler={"name": "per_group", "groups": {"top": "cosine"}}, **more)
+    assert etude("config", "check", file).code == 0
+    assert "b lr/top" in " ".join(etude("schedule", "plot", file).out.split())
+    for command in ("config", "check"), ("train", "-q"):
+        outcome = etude(*command, file, "optimizer=muon")
+        assert (outcome.code, "no hidden matrices" in outcome.error) == (2, True)

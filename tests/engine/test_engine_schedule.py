@@ -1,5 +1,6 @@
 """The learning rate of a step: base times schedule times scale, and untouched where there is neither."""
 
+import numpy as np
 import pytest
 import torch
 from captured_steps import assert_same, batches, make, weights
@@ -90,6 +91,21 @@ def test_a_rate_set_by_the_user_is_the_new_base():
     set_lr(one, 0.6)
     LearningRate(one, lambda step: 0.5).set(1)
     assert rates(one) == pytest.approx([0.3, 0.3])
+
+
+def test_a_rate_set_before_the_first_step_is_the_base_too():
+    one = optimizer()
+    rate = LearningRate(one, lambda step: 0.5)
+    set_lr(one, 0.6)
+    rate.set(0)
+    assert rates(one) == pytest.approx([0.3, 0.3])
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64])
+def test_a_factor_of_numpy_makes_a_plain_rate(number):
+    one = optimizer()
+    LearningRate(one, lambda step: number(1)).set(0)
+    assert [type(group["lr"]) for group in one.param_groups] == [float, float]
 
 
 def test_rates_of_a_loaded_optimizer_follow_the_base_it_was_made_with():

@@ -351,3 +351,25 @@ def test_numbers_of_an_update_differ_even_in_a_tensor_that_is_changed_in_place()
     seen.append(updater.constants())
     assert len(set(seen)) == 3
     assert updater.constants() == seen[-1]
+
+
+@pytest.mark.parametrize("make", [SGD, torch.optim.Adagrad, RMSprop])
+def test_a_group_that_is_added_between_steps_is_trained_as_one_from_the_start(make):
+    """Its gradients are divided, clipped and set to zero too."""
+    model = small_model(dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    optimizer = make(model[0].parameters(), lr=0.05)
+    step = make_step(model, optimizer, clip_norm=0.3)
+    theirs = make_step(reference, make(reference.parameters(), lr=0.05), clip_norm=0.3)
+    reference[2].requires_grad_(False)
+    model[2].requires_grad_(False)
+    for number, batch in enumerate(batches(6, dtype=torch.float64)):
+        if number == 2:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "name": "late"})
+            model[2].requires_grad_(True)
+            reference[2].requires_grad_(True)
+        step([batch])
+        theirs([batch])
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    assert step.updater.rates() == {"lr": 0.05, "lr/late": 0.05}

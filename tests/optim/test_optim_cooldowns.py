@@ -51,6 +51,15 @@ def test_three_monotone_parts_without_a_jump(total, shares, shape, ratio):
         assert factors[total - fall :] == [alone(step) for step in range(fall + 3)]
 
 
+@pytest.mark.parametrize(("rise", "fall"), [(0.5, 0.5), (0.1, 0.9), (0.8, None)])
+def test_fractions_of_the_whole_run_fit_into_a_run_of_any_length(rise, fall):
+    for total in range(1, 60):
+        made = wsd(total, warmup_fraction=rise, cooldown_fraction=fall)
+        assert made(round(rise * total)) == 1.0 or total == 1
+    with pytest.raises(ConfigError, match="longer than the run"):
+        wsd(100, warmup_fraction=0.6, cooldown_fraction=0.5)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ratio", [0.0, 0.2])
 def test_shapes_are_their_formulas(shape, ratio):

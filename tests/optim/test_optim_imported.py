@@ -215,3 +215,10 @@ def test_bytes_of_an_optimizer_are_not_saved_and_must_be_those_of_the_saved_run(
     with pytest.raises(CheckpointError, match=r"optimizer\.other\.nested\.schedule") as found:
         with_nested(tmp_path, resume=True, optimizer={"factor": 0.25})
     assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("setting", [{"betas": 0.9}, {"lr": "high"}, {"maximize": "no"}])
+def test_a_setting_of_a_group_has_the_type_of_its_argument(setting):
+    section = {"name": "torch.optim.Adamax", "groups": [{"params": "0", **setting}]}
+    with pytest.raises(ConfigError, match=f"optimizer.groups.0.{next(iter(setting))}: expected"):
+        Trainer(nn.Sequential(nn.Linear(4, 3)), (X, Y), optimizer=section)

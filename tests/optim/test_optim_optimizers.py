@@ -286,6 +286,12 @@ def test_arguments_out_of_range_are_one_clear_line(optimizer_class, arguments, m
     assert "\n" not in str(caught.value)
 
 
+def test_a_group_may_not_take_nesterov_without_momentum():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="nesterov needs momentum above 0"):
+        SGD(model, momentum=0.9, groups=[{"params": "0.bias", "momentum": 0.0, "nesterov": True}])
+
+
 def test_a_missing_argument_is_reported_by_python():
     with pytest.raises(TypeError, match=r"SGD.__init__\(\) missing 1 required positional argument: 'params'"):
         SGD()
@@ -304,6 +310,12 @@ def test_registered_by_name_with_the_spellings_people_use():
         component = lookup("optimizer", name)
         assert component.factory is factory
         assert component.aliases["learning_rate"] == "lr"
+
+
+@pytest.mark.parametrize("lr", [-0.1, math.nan, math.inf])
+def test_a_rate_that_is_none_is_refused(lr):
+    with pytest.raises(ConfigError, match=f"lr is {lr}"):
+        SGD(parameters()).set_lr(lr)
 
 
 def test_set_lr_reaches_every_group_and_any_torch_optimizer():

@@ -276,6 +276,7 @@ OWN = [Lion, Adafactor, ScheduleFreeAdamW, Muon]
         ({"lr": math.nan}, "lr is nan"),
         ({"layer_decay": 2.0}, "layer_decay is 2.0"),
         ({"groups": [{"params": "0", "momentun": 1.0}]}, "groups.0.momentun"),
+        ({"groups": [5]}, "groups.0 needs"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(make, wrong, words):
@@ -367,3 +368,12 @@ def test_a_state_of_another_shape_is_refused_before_a_kernel_reads_it(make):
     damaged = {**tree["state"], "0.weight": {**tree["state"]["0.weight"], name: value[:1]}}
     with pytest.raises(CheckpointError, match=rf"0\.weight\.{name}"):
         load_optimizer_state(optimizer, model, {**tree, "state": damaged})
+
+
+@pytest.mark.parametrize("kernel", ["auto", "foreach"])
+def test_adafactor_takes_parameters_without_elements(kernel):
+    shapes = [(0, 3), (3, 0), (0,)]
+    ours, plain = parameters([*SHAPES, *shapes]), parameters()
+    run(Adafactor(ours, lr=0.1, kernel=kernel), ours)
+    run(Adafactor(plain, lr=0.1, kernel=kernel), plain)
+    assert_same(ours[: len(plain)], plain)

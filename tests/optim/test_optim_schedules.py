@@ -309,6 +309,9 @@ def test_one_cycle_has_no_gap_at_its_edges(total, pct):
     [
         (lambda: cosine_schedule_with_warmup(0, 1.0, -1, 10), "warmup_steps is -1"),
         (lambda: cosine_schedule_with_warmup(0, 1.0, 0, 0), "total_steps is 0"),
+        (lambda: cosine_schedule_with_warmup(-1, 1.0, 0, 9), "step is -1"),
+        (lambda: cosine_schedule_with_warmup(0, -1.0, 0, 9), "base_lr is -1.0"),
+        (lambda: cosine_schedule_with_warmup(0, 1.0, 0, 9, math.nan), "min_lr_ratio is nan"),
         (lambda: warmup_cosine(0), "warmup_cosine: total_steps is 0; it must be at least 1"),
         (lambda: cosine(10, min_lr_ratio=1.5), "cosine: min_lr_ratio is 1.5; it must be at least 0 and at most 1"),
         (lambda: step_decay(0), "step_decay: step_size is 0; it must be at least 1"),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from etude.callbacks.reduce_on_plateau import plateau
 from etude.core import ConfigError, TrainingError
 from etude.engine.learning_rate import LearningRate
 from etude.optim import (
@@ -135,6 +136,8 @@ def test_only_settings_that_differ_from_the_last_step_have_changed():
         (adamw, lambda: by_setting(lr=cosine(9)), "no setting has a schedule"),
         (adamw, lambda: by_setting(momentum=cosine(9), beta1=cosine(9)), "keep one of them"),
         (adamw, lambda: by_setting(one_cycle(9, cycle_momentum=True), momentum=cosine(9)), "already sets momentum"),
+        (adamw, lambda: by_setting(one_cycle(9, cycle_momentum=True), beta1=cosine(9)), "already sets beta1"),
+        (adamw, lambda: plateau(by_setting(plateau(), weight_decay=cosine(9))), "plateau is inside plateau"),
         (adamw, lambda: by_setting(weight_decay=one_cycle(9, cycle_momentum=True)), "must be a single one"),
         (adamw, lambda: product([cosine(9), by_setting(weight_decay=cosine(9))]), "put the product inside"),
         (adamw, lambda: sequence([per_group({"bias": cosine(9)}), cosine(9)], [3]), "put the sequence inside"),
@@ -157,3 +160,26 @@ def test_a_factor_that_is_no_factor_is_an_error_of_its_step(factor):
 def test_a_momentum_of_one_is_refused():
     with pytest.raises(TrainingError, match=r"beta1 1\.8 for step 0; it must be below 1"):
         LearningRate(adamw(), by_setting(beta1=lambda step: 2.0)).set(0)
+
+
+@pytest.mark.parametrize("kernel", ["loop", "foreach"])
+def test_a_momentum_may_rise_from_0(kernel):
+    """As if there had been a buffer of zeros from the start."""
+
+    def train(one):
+        rate = LearningRate(one, by_setting(momentum=linear(4, start=0.0, end=1.0)))
+        (param,) = one.param_groups[0]["params"]
+        for step in range(4):
+            rate.set(step)
+            param.grad = torch.full_like(param, step + 1.0)
+            one.step()
+        return param
+
+    ours = train(RMSprop([torch.ones(3, requires_grad=True)], lr=0.1, momentum=0.8, kernel=kernel))
+    weight, square, buffer = 1.0, 0.0, 0.0
+    for step in range(4):
+        square = 0.99 * square + 0.01 * (step + 1) ** 2
+        update = (step + 1) / (square**0.5 + 1e-8)
+        buffer = 0.8 * step / 4 * buffer + update if step else 0.0
+        weight -= 0.1 * (buffer if step else update)
+    torch.testing.assert_close(ours, torch.full((3,), weight))

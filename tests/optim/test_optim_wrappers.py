@@ -370,7 +370,7 @@ def test_a_radius_that_is_not_above_zero_is_refused(arguments):
         SAM(SGD(net().parameters()), **arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"k": 0}, {"k": -1}, {"alpha": 0.0}, {"alpha": 1.01}])
+@pytest.mark.parametrize("arguments", [{"k": 0}, {"k": -1}, {"k": 2.5}, {"alpha": 0.0}, {"alpha": 1.01}])
 def test_settings_of_lookahead_outside_their_range_are_refused(arguments):
     with pytest.raises(ConfigError, match="Lookahead: "):
         Lookahead(SGD(net().parameters()), **arguments)
@@ -422,3 +422,12 @@ def test_torchs_cycles_of_the_momentum_are_those_of_the_wrapped_optimizer(name):
             assert [one.get(key) for key in ("lr", "momentum", "betas")] == [
                 other.get(key) for key in ("lr", "momentum", "betas")
             ]
+
+
+def test_adaptive_sam_moves_complex_weights_along_the_gradient():
+    weight = nn.Parameter(torch.tensor([3 + 4j, 1j]))
+    weight.grad = torch.tensor([1 + 0j, 2 + 2j])
+    norm = float((weight.detach().abs() * weight.grad.abs()).norm())
+    wanted = weight.detach() + 0.5 * weight.detach().abs() ** 2 * weight.grad / norm
+    SAM(SGD([weight], lr=0.1), rho=0.5, adaptive=True).perturb()
+    torch.testing.assert_close(weight.detach(), wanted)

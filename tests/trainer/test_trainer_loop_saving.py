@@ -148,3 +148,10 @@ def test_a_used_folder_is_refused_with_what_this_loop_offers(tmp_path):
     Parts(tmp_path).train(1)
     with pytest.raises(RunFolderError, match=r"load_checkpoint\("):
         Parts(tmp_path).train(1)
+
+
+def test_functions_whose_optimizer_is_unknown_cannot_be_saved(tmp_path):
+    parts = Parts(tmp_path / "run")
+    functions = parts.model, F.cross_entropy, lambda: parts.optimizer.step(), parts.optimizer.zero_grad
+    with pytest.raises(ConfigError, match="output_dir saves model and optimizer"):
+        parts.loop.run(*functions, [(X, Y)], 1, TrainingMetrics())

@@ -131,3 +131,38 @@ def test_torch_schedulers_of_single_optimizers():
 def test_groups_may_name_what_is_frozen():
     trainer = Trainer(net(), DATA, config={"freeze": "0.*", "device": "cpu"}, optimizer=GROUPS, progress=False)
     assert {group.get("name") for group in trainer.optimizer.param_groups} == {None}
+
+
+def test_a_group_whose_parameters_another_optimizer_has_is_refused():
+    section = {
+        "name": "several",
+        "patterns": ["0", "*"],
+        "optimizers": [{"name": "lookahead", "optimizer": {"name": "sgd", "groups": [{"params": "2"}]}}, "adamw"],
+    }
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    with pytest.raises(ConfigError, match=r"groups\.0\.params: .*2\.weight.* in another optimizer"):
+        Trainer(model, (torch.zeros(4, 6), torch.zeros(4)), optimizer=section)
+
+
+@pytest.mark.parametrize("settings", [{"lr": None}, {}])
+@pytest.mark.parametrize("config", [{}, {"learning_rate": 0.1}])
+def test_an_optimizer_without_a_rate_is_refused(settings, config):
+    class Own(torch.optim.Optimizer):
+        def step(self, closure=None):
+            pass
+
+    model = nn.Linear(6, 3)
+    with pytest.raises(ConfigError, match=r"Own has None as the learning rate .* set lr"):
+        Trainer(
+            model, (torch.zeros(4, 6), torch.zeros(4)), optimizer=Own(model.parameters(), settings), config=config
+        )
+
+
+def test_clipping_every_element_of_complex_gradients_is_refused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(6, 3, dtype=torch.complex64))
+
+    with pytest.raises(ConfigError, match="gradient_clip_norm"):
+        Trainer(Net(), (torch.zeros(4, 6), torch.zeros(4)), config={"gradient_clip_value": 0.1})

@@ -188,3 +188,23 @@ def test_statistics_of_batch_norm_are_those_of_other_weights(norm, caplog):
     Trainer(model, DATA, config={"epochs": 1, "batch_size": 4}, optimizer=OPTIMIZER, progress=False).train()
     said = [one for one in caplog.records if "update_bn" in one.getMessage()]
     assert len(said) == int(isinstance(norm, nn.BatchNorm1d) and norm.track_running_stats)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, package])
+@pytest.mark.parametrize("trained", [False, True])
+def test_rates_are_tested_in_the_mode_of_training_without_a_trace(optimizer, trained):
+    tested, plain = trainer(2, optimizer=optimizer), trainer(2, optimizer=optimizer)
+    if trained:
+        tested.train(1)
+        plain.train(1)
+    tested.find_lr(steps=20)
+    assert torch.equal(weights(tested.model), weights(plain.model))
+    tested.train(2)
+    plain.train(2)
+    assert torch.equal(weights(tested.model), weights(plain.model))
+
+
+def test_a_size_of_batches_is_found_with_an_optimizer_that_begins_in_evaluation_mode():
+    made = trainer(1, optimizer=package, batch_size="auto")
+    assert made.config.batch_size == 16
+    assert "loss" in made.train()

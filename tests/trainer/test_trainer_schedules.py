@@ -10,7 +10,7 @@ from torch import nn
 
 from etude import BasicTrainingLoop, Callback, DataLoader, Trainer, TrainingLoop
 from etude.core import ConfigError
-from etude.optim import SGD, AdamW, cosine, warmup_cosine
+from etude.optim import SGD, AdamW, by_setting, cosine, warmup_cosine
 
 
 def data(samples=48):
@@ -415,3 +415,73 @@ def test_a_size_that_changes_after_the_last_epoch_is_a_warning(name, epoch, is_l
     config = {"epochs": 2, "batch_size": 8, name: {0: 2, epoch: 4}}
     Trainer(model(), data(), config=config, progress=False).train()
     assert is_late == any(f"training.{name} changes in epoch {epoch}" in one.getMessage() for one in caplog.records)
+
+
+def test_a_setting_that_is_no_longer_scheduled_has_its_base_value(tmp_path):
+    settings = {"name": "adamw", "lr": 0.5, "weight_decay": 0.4, "betas": [0.8, 0.9]}
+    both = by_setting(lr=cosine(24), weight_decay=cosine(24), beta1=cosine(24))
+    trainer({"epochs": 2, "learning_rate": None}, None, settings, scheduler=both, output_dir=tmp_path / "run").train()
+    kept = by_setting(lr=cosine(24), beta1=cosine(24))
+    other = trainer({"epochs": 3, "learning_rate": None}, None, settings, scheduler=kept)
+    other.load_checkpoint(tmp_path / "run")
+    other.train()
+    (group,) = other.optimizer.param_groups
+    assert group["weight_decay"] == 0.4
+    assert group["betas"] == (0.8 * cosine(24)(17), 0.9)
+
+
+@pytest.mark.parametrize("later", [None, cosine(24)])
+@pytest.mark.parametrize("door", ["fit", "train_epoch"])
+def test_another_schedule_on_the_same_optimizer_begins_with_its_values(door, later):
+    one = model()
+    optimizer = AdamW(one.parameters(), lr=0.5, weight_decay=0.4)
+    both = by_setting(lr=cosine(24), weight_decay=cosine(24))
+    if door == "fit":
+        loop = BasicTrainingLoop(one, optimizer, both, config={"batch_size": 8}, progress=False)
+        loop.fit(data(), epochs=2)
+        loop.scheduler = later
+        loop.fit(data(), epochs=2)
+    else:
+        epochs = TrainingLoop()
+        for epoch, schedule in enumerate((both, later)):
+            epochs.train_epoch(one, DataLoader(*data(), 8), optimizer, schedule, epoch)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.4
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_rate_that_a_schedule_has_left_behind_is_a_warning(tmp_path, caplog, keep):
+    trainer({"epochs": 2}, scheduler=cosine(24), output_dir=tmp_path / "run").train()
+    other = trainer({"epochs": 3})
+    other.load_checkpoint(tmp_path / "run", keep_hyperparameters=keep)
+    result = other.train()
+    assert result["lr"] == pytest.approx(0.5 if keep else 0.5 * cosine(24)(11))
+    assert [record.message for record in caplog.records if "base 0.5" in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == (not keep)
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in the group, as optimizers of some packages do."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, **others)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure=None):
+        self.param_groups[0]["count"] += 1
+        return super().step(closure)
+
+
+def test_kept_hyperparameters_are_arguments_and_not_counts(tmp_path):
+    def make(lr, epochs, **more):
+        one = model()
+        optimizer, config = Counts(one.parameters(), lr=lr), {"batch_size": 8, "epochs": epochs}
+        return Trainer(one, data(), config=config, optimizer=optimizer, progress=False, **more)
+
+    make(0.5, 2, output_dir=tmp_path / "run").train()
+    other = make(0.125, 3)
+    other.load_checkpoint(tmp_path / "run", keep_hyperparameters=True)
+    (group,) = other.optimizer.param_groups
+    assert (group["lr"], group["count"]) == (0.125, 12)

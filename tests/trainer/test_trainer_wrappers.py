@@ -205,10 +205,14 @@ def by_steps_that_zero_nothing(model, optimizer):
 DOORS = [by_trainer, by_epochs, by_fit, by_functions, by_steps, by_steps_that_zero_nothing]
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_takes_the_steps_of_a_hand_written_loop(door):
+def test_every_door_takes_the_steps_of_a_hand_written_loop(door, scheduled):
     model = smooth()
-    door(model, wrapped(model))
+    optimizer = wrapped(model)
+    if scheduled:  # torch's schedulers replace `optimizer.step`
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    door(model, optimizer)
     torch.testing.assert_close(weights(model), expected_after(3), rtol=1e-5, atol=1e-6)
 
 
@@ -217,6 +221,20 @@ def test_a_function_that_steps_by_itself_is_refused():
     optimizer = wrapped(model)
     with pytest.raises(TrainingError, match="second gradient"):
         training_step(model.forward, F.cross_entropy, lambda: optimizer.step(), optimizer.zero_grad, *DATA)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda _: SGD(smooth()), "none of the model's parameters"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "needs a closure"),
+    ],
+)
+def test_an_optimizer_that_cannot_train_the_functions_is_refused(make, words):
+    model = smooth()
+    optimizer = make(model)
+    with pytest.raises((ConfigError, TrainingError), match=words):
+        training_step(model.forward, F.cross_entropy, optimizer.step, optimizer.zero_grad, *DATA)
 
 
 # ------------------------------------------------------------------------------------------------ several tasks

@@ -54,6 +54,8 @@ def plateau(
     """
     watcher = Plateau(factor, patience, threshold, threshold_mode, cooldown, min_lr_ratio, monitor, mode)
     rates = Schedules.of(constant() if schedule is None else schedule)
+    if any(isinstance(one, Plateau) for one in rates.callbacks):
+        raise ConfigError("plateau is inside plateau; remove one of them")
     return replace(rates, callbacks=(*rates.callbacks, watcher))
 
 

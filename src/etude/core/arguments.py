@@ -5,7 +5,7 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -82,14 +82,6 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return checking
-
-
-def check_ranges(function: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if a value is outside the range that the signature of a function states for it."""
-    hints = get_type_hints(inspect.unwrap(function), include_extras=True)
-    for name, value in arguments.items():
-        if name in hints:
-            _check(f"{where}.{name}", value, hints[name])
 
 
 def _check(what: str, value: Any, hint: Any) -> None:

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from etude.core import TrainingError
-from etude.optim.scheduled import Schedule, Schedules, has_setting, set_setting, setting_of
+from etude.optim.scheduled import Schedule, Schedules, Setting, has_setting, set_setting, setting_of
 
 
 class LearningRate:
@@ -25,9 +25,9 @@ class LearningRate:
         self.optimizer = optimizer
         self.scales: dict[str, float] = {}
         """Further factors of every rate, by the name of what sets them."""
+        self.use(schedule)
         # A checkpoint loaded before the first step may contain rates already changed by a schedule.
         self._made = [] if optimizer is None else [_settings_of(group) for group in optimizer.param_groups]
-        self.use(schedule)
 
     def use(self, schedule: Schedule | None) -> None:
         """Follow a schedule; raise ConfigError if it names a group or a setting that the optimizer does not have."""
@@ -39,6 +39,7 @@ class LearningRate:
         """Which of them each group has."""
         if schedule is not None and self.optimizer is not None:
             self._plan.check(self.optimizer.param_groups, type(self.optimizer).__name__)
+        self.loaded()
 
     def set(self, step: int) -> Sequence[str]:
         """Set the rates and settings of the next step; return the settings, other than rates, that have changed."""
@@ -59,6 +60,16 @@ class LearningRate:
             else:
                 rate.fill_(base * factor)
         return self._set_others(step) if self._plan.factors or self._plan.values else ()
+
+    def loaded(self) -> None:
+        """Set settings that an earlier schedule has changed, and this one does not, to their base values.
+
+        To be called when a checkpoint has been loaded.
+        """
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            for name in get_args(Setting):
+                if name not in {**self._plan.factors, **self._plan.values} and f"initial_{name}" in group:
+                    set_setting(group, name, group.pop(f"initial_{name}"))
 
     def others(self) -> dict[str, float]:
         """Return the current values of scheduled settings other than rates, for the logs."""
@@ -110,12 +121,14 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _factor(schedule: Schedule, step: int) -> Any:
     factor: Any = schedule(step)
-    if not (isinstance(factor, Tensor) or _is_factor(factor)):  # reading a tensor would synchronise
+    if isinstance(factor, Tensor):  # reading it would synchronise
+        return factor
+    if not _is_factor(factor):
         raise TrainingError(
             f"the schedule gave {factor!r:.60} for step {step}; return a finite factor of at least 0 for every "
             "step of the run"
         )
-    return factor
+    return float(factor)  # NumPy's numbers would make the rate one of them
 
 
 def _is_factor(value: Any) -> bool:

@@ -182,7 +182,7 @@ class Loop:
         """Summarise the epoch that `max_steps` ended early; it is not complete, so it is not closed."""
         self.log.flush()
         self._notify(self.finite.epoch(self.log.epoch, self.clock.epoch + 1))
-        logs = self.log.numbers(self.log.epoch, self.step) | self._measured() | self._validate()
+        logs = self.log.numbers(self.log.epoch, self.step) | self._measured() | self._rates() | self._validate()
         if not self._cut_off:
             self._set_logs(logs)
 

@@ -12,6 +12,7 @@ from etude.core.buffers import BufferGuard
 from etude.engine.explain import explained
 from etude.engine.state import TrainState
 from etude.engine.step import Step
+from etude.optim.schedule_free import with_modes
 
 TrialStep = Callable[[Sequence[Batch]], StepReport]
 
@@ -51,6 +52,8 @@ def trial(state: TrainState, step: Step) -> Iterator[TrialStep]:
         return report
 
     state.model.train()
+    for one in with_modes(state.optimizer):  # it may hold the weights to evaluate
+        one.train()
     try:
         with state.random.running():
             yield run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from etude.core import TrainingError
+from etude.core import ConfigError, TrainingError
 from etude.engine.precision import MixedPrecision
 from etude.engine.rates import DeviceRate, rate_names
 from etude.optim.clipping import global_norm
@@ -46,15 +46,12 @@ class Updater:
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self.precision = precision if precision is not None else MixedPrecision("fp32")
-        self.params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-        # Fused kernels divide by a float32 number, too coarse for a norm of float64 gradients.
-        is_double = any(param.dtype is torch.float64 for param in self.params)
-        self._kernel_divides = _supports_fused_scaling(optimizer) and clip_value is None and not is_double
-        self._kernels_skip = all(map(_skips_itself, optimizers_in(optimizer)))
+        self.params: list[nn.Parameter] = []
+        self._rates: list[DeviceRate] = []
+        self._names: dict[int, str] = {}
         self._is_sparse = False
         """Whether there have been sparse gradients."""
-        if not self._kernel_divides and self.params[0].is_cuda:
-            _keep_counters_on_device(optimizer)
+        self._find_groups()
         self._has_stepped = False
         self._met: set[int] = set()
         """Parameters that have been updated at least once."""
@@ -63,7 +60,23 @@ class Updater:
         """Norm of the first gradients of a step that needs second ones."""
         self._constants: dict[float, Tensor] = {}
         self._answers = torch.zeros(()), torch.ones(())
-        self._rates = [DeviceRate(optimizer, place) for place in range(len(optimizer.param_groups))]
+
+    def _find_groups(self) -> None:
+        """Find parameters, rates and kernels of all groups of the optimizer."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        self.params[:] = [param for group in groups for param in group["params"]]  # others hold the list too
+        # Fused kernels divide by a float32 number, too coarse for a norm of float64 gradients.
+        if self.clip_value is not None and any(param.is_complex() for param in self.params):
+            raise ConfigError(
+                "gradient_clip_value cannot clip the gradients of complex parameters; use gradient_clip_norm"
+            )
+        is_double = any(param.dtype is torch.float64 for param in self.params)
+        divides = _supports_fused_scaling(optimizer) and self.clip_value is None and not is_double
+        self._kernel_divides = divides and not self._is_sparse
+        self._kernels_skip = all(map(_skips_itself, optimizers_in(optimizer))) and not self._is_sparse
+        if not self._kernel_divides and self.params[0].is_cuda:
+            _keep_counters_on_device(optimizer)
+        self._rates = [DeviceRate(optimizer, place) for place in range(len(groups))]
         self._names = rate_names(optimizer)
 
     @property
@@ -90,8 +103,8 @@ class Updater:
 
     def send_rates(self) -> None:
         """Copy the learning rates to the device, before the step that uses them."""
-        while len(self._rates) < len(self.optimizer.param_groups):  # groups may be added during training
-            self._rates.append(DeviceRate(self.optimizer, len(self._rates)))
+        if len(self._rates) != len(self.optimizer.param_groups):  # groups may be added during training
+            self._find_groups()
         for rate in self._rates:
             rate.send()
 

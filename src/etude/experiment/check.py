@@ -20,9 +20,10 @@ from etude.experiment.build import data_key
 from etude.experiment.config import ExperimentConfig
 from etude.losses import SupervisedTask
 from etude.optim import AdamW
+from etude.optim.groups import NamedParams, outer_params
 from etude.trainer import resolve_device
 from etude.trainer.arguments import as_callbacks
-from etude.trainer.optimization import make_optimizer
+from etude.trainer.optimization import GroupsParameters, make_optimizer
 
 _ANY: dict[str, Any] = {
     **dict.fromkeys(("num_classes", "out_features"), 10),
@@ -91,15 +92,21 @@ def _check_data(config: ExperimentConfig) -> None:
 
 
 def small_weights(model: nn.Module) -> "SmallWeights":
-    """Return small weights with the names and numbers of dimensions of the model's, in their order."""
-    return SmallWeights({name: _weight_like(one) for name, one in model.named_parameters()})
+    """Return small weights with the names and numbers of dimensions of the model's, in their order and groups."""
+    found = [(name, id(one), _weight_like(one)) for name, one in model.named_parameters()]
+    small = {key: one for _, key, one in found}
+    told = model.parameter_groups() if isinstance(model, GroupsParameters) else []
+    groups = [{**group, "params": [small[id(one)] for one in group["params"]]} for group in told]
+    outer = frozenset(id(small[key]) for key in outer_params(model))
+    return SmallWeights({name: one for name, _, one in found}, groups, outer)
 
 
 def small_optimizer(config: ExperimentConfig, small: "SmallWeights") -> torch.optim.Optimizer:
     """Build the optimizer on small weights."""
     selection = config.selection("optimizer")
 
-    def build(params: Any) -> Any:
+    def build(params: NamedParams) -> Any:
+        params = NamedParams(params, params.names, small.outer)
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
 
     return make_optimizer(build, small, config.sections["training"])
@@ -108,10 +115,15 @@ def small_optimizer(config: ExperimentConfig, small: "SmallWeights") -> torch.op
 class SmallWeights(nn.Module):
     """Small weights under the names of a model's."""
 
-    def __init__(self, weights: dict[str, nn.Parameter]) -> None:
+    def __init__(self, weights: dict[str, nn.Parameter], groups: list[dict[str, Any]], outer: frozenset[int]) -> None:
+        """`outer` are the ids of those of embeddings and of the output layer."""
         super().__init__()
         self.weights = nn.ParameterList(weights.values())
-        self.names = list(weights)
+        self.names, self.groups, self.outer = list(weights), groups, outer
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the groups that the model tells; none if it tells none."""
+        return self.groups
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return them under the names of the model's."""

@@ -36,7 +36,7 @@ from etude.experiment.config import ExperimentConfig
 from etude.optim.elements import check_elementwise
 from etude.trainer import TrainerConfig
 from etude.trainer.arguments import check_divided
-from etude.trainer.loaders import check_shares, num_batches, planned_steps
+from etude.trainer.loaders import check_shares, total_steps
 
 MOST_WORLD = 2**17
 MOST_CHECKED = 2_000_000
@@ -253,10 +253,9 @@ def _optimizer_bytes(config: ExperimentConfig, model: nn.Module) -> int | None:
 
 
 def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) -> None:
-    batches, size = num_batches(loader), loader.batch_size
-    found.batch_size = size
-    found.steps_per_epoch = planned_steps(training.model_copy(update={"epochs": 1, "max_steps": None}), batches)
-    found.total_steps = planned_steps(training, batches)
+    found.batch_size = size = loader.batch_size
+    found.steps_per_epoch = total_steps(training.model_copy(update={"epochs": 1, "max_steps": None}), loader)
+    found.total_steps = total_steps(training, loader)
     source, world = loader._source, found.sizes.replicas
     check_shares(loader, world)
     spans = [min(size, loader.epoch_samples)]

@@ -10,7 +10,6 @@ from etude.config.selection import selections_in
 from etude.core import ConfigError
 from etude.distributed import World
 from etude.engine.learning_rate import LearningRate
-from etude.engine.step import GradientAccumulator
 from etude.engine.update import Updater
 from etude.experiment.build import build_data
 from etude.experiment.check import check_experiment
@@ -18,7 +17,7 @@ from etude.experiment.config import ExperimentConfig
 from etude.monitor.series import Series
 from etude.optim import Schedules
 from etude.trainer import TrainerConfig
-from etude.trainer.loaders import num_batches, planned_steps
+from etude.trainer.loaders import steps_per_any_epoch, total_steps
 from etude.trainer.schedule import PlannedSchedule
 
 MOST_POINTS = 2000
@@ -51,12 +50,9 @@ def _lengths(config: ExperimentConfig, scheduler: Selection | None) -> tuple[int
     if training.num_epochs is None and training.max_steps is not None and "epoch" not in _units(scheduler):
         return training.max_steps, None
     loader = build_data(config, World()).loader("train")
-    batches = None if loader is None else num_batches(loader)
-    total = planned_steps(training, batches)
-    if total is None:
+    if (total := total_steps(training, loader)) is None:
         raise ConfigError("the length of the run is unknown: the data has no length; set training.max_steps")
-    accumulator = GradientAccumulator(accumulation_steps=training.grad_accum_steps)
-    return total, None if batches is None else accumulator.num_steps(batches, range(1))
+    return total, steps_per_any_epoch(training, loader)
 
 
 def _units(scheduler: Selection | None) -> Iterator[Any]:

@@ -14,6 +14,8 @@ from etude.optim.schedules import Ratio, Steps, fit_warmup
 Shape = Literal["linear", "sqrt", "cosine", "power"]
 Power = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+_COOLDOWN = 0.2
+"""Share of the run that is the cooldown by default."""
 
 
 @register("scheduler", "cooldown")
@@ -69,7 +71,10 @@ def wsd(
     [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     rise = fit_warmup(_length("warmup", warmup_steps, warmup_fraction, 0.0, total_steps), total_steps)
-    fall = _length("cooldown", cooldown_steps, cooldown_fraction, 0.2, total_steps)
+    fall = _length("cooldown", cooldown_steps, cooldown_fraction, _COOLDOWN, total_steps)
+    if warmup_fraction is not None and cooldown_steps is None:
+        share = warmup_fraction + (_COOLDOWN if cooldown_fraction is None else cooldown_fraction)
+        fall = min(fall, total_steps - rise) if share <= 1.0 else fall  # both may have been rounded up
     if rise + fall > total_steps:
         raise ConfigError(
             f"wsd: the warm-up of {rise} steps and the cooldown of {fall} are longer than the run of {total_steps} "

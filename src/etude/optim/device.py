@@ -225,6 +225,10 @@ class Adafactor(DeviceOptimizer):
 
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
         """Update these parameters; what is a number for each of them is computed for all at once."""
+        grads = [grad for param, grad in zip(params, grads, strict=True) if param.numel()]
+        params = [param for param in params if param.numel()]  # means divide by it
+        if not params:
+            return
         if params[0].is_cpu and not group["foreach"]:
             self._torchs_update(group, params, grads)
             return
@@ -256,8 +260,6 @@ class Adafactor(DeviceOptimizer):
             if "step" not in self.state[param]:
                 self._steps([param])
                 self._factors([param]) if param.dim() >= 2 else self.states("variance", [param], torch.zeros_like)
-        grads = [grad for param, grad in zip(params, grads, strict=True) if param.numel()]
-        params = [param for param in params if param.numel()]  # torch divides by it
         states = [self.state[param] for param in params]
         adafactor(
             params,

@@ -8,7 +8,7 @@ from annotated_types import Gt, Le
 from torch import nn
 
 from etude.core.errors import ConfigError
-from etude.core.spelling import did_you_mean, names_matching
+from etude.core.spelling import did_you_mean, listed, names_matching
 
 Groups = Sequence[Mapping[str, Any]]
 """Each has `params`, a pattern of names or several, and the settings of the parameters that match."""
@@ -22,16 +22,24 @@ class NamedParams(list[Any]):
     Any other optimizer sees a list.
     """
 
-    def __init__(self, items: Iterable[Any], names: Mapping[int, str], outer: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        items: Iterable[Any],
+        names: Mapping[int, str],
+        outer: frozenset[int] = frozenset(),
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(items)
         self.names = dict(names)
         """Names by the id of a parameter."""
         self.outer = outer
         """Ids of the parameters of embeddings and of the output layer."""
+        self.elsewhere = elsewhere
+        """Names of parameters that another optimizer has."""
 
-    def with_items(self, items: Iterable[Any]) -> "NamedParams":
+    def with_items(self, items: Iterable[Any], elsewhere: frozenset[str] | None = None) -> "NamedParams":
         """Return other parameters or groups of the same model."""
-        return NamedParams(items, self.names, self.outer)
+        return NamedParams(items, self.names, self.outer, self.elsewhere if elsewhere is None else elsewhere)
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -103,7 +111,13 @@ def group_parameters(
     for place, group in enumerate(own):
         if check is not None:
             check(group, f"optimizer.groups.{place}")
-        for name in names_matching(group["params"], names.values(), f"optimizer.groups.{place}.params"):
+        found = names_matching(group["params"], names.values(), f"optimizer.groups.{place}.params")
+        if given.elsewhere.issuperset(found):
+            raise ConfigError(
+                f"optimizer.groups.{place}.params: all parameters that match ({listed(found, shorten=True)}) are in "
+                "another optimizer; move the group there"
+            )
+        for name in found:
             chosen.setdefault(name, place)
     _check_groups(own, set(chosen.values()))
     layers = {} if layer_decay is None else _layers(names.values())
@@ -125,6 +139,22 @@ def group_parameters(
                     made[key]["weight_decay"] = 0.0
             made[key]["params"].append(param)
     return [made[key] for key in sorted(made, key=lambda key: (key[0], key[1], -key[2], not key[3]))]
+
+
+def check_settings(factory: Callable[..., Any], group: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a setting of a group that is not of the type, or in the range, of its argument.
+
+    Objects that no file can hold, such as a tensor, are left to the optimizer.
+    """
+    from pydantic_core import PydanticUndefined  # imported late: most optimizers have no groups
+
+    from etude.config.schema import validate_section
+    from etude.config.signature import parameters_of, schema_of
+
+    required = [name for name, (_, default) in parameters_of(factory)[0].items() if default is PydanticUndefined]
+    plain = bool, int, float, str, list, tuple, dict, type(None)
+    given = {key: value for key, value in group.items() if key not in ("params", "name") and isinstance(value, plain)}
+    validate_section(schema_of(factory, provided=required), given, path=where)
 
 
 def named_params(params: Any) -> NamedParams:
@@ -150,7 +180,10 @@ def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Ma
     for key in found:
         if allowed is not None and key not in allowed:
             raise ConfigError(f"{where}.{key} is not a setting of this optimizer{did_you_mean(key, allowed)}")
-    patterns = [found["params"]] if isinstance(found["params"], str) else list(found["params"])
+    given = found["params"]
+    patterns = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not all(isinstance(one, str) for one in patterns):
+        raise ConfigError(f"{where}.params is {given!r:.60}; patterns of names are strings, such as '0.*'")
     label = ", ".join(re.sub(r"[.*?]+$", "", one) or one for one in patterns)
     return {"name": label, **found, "params": patterns}
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT as TorchParams
 
 from etude.core.errors import ConfigError
 from etude.core.spelling import did_you_mean
-from etude.optim.groups import Groups, LayerDecay, group_parameters
+from etude.optim.groups import Groups, LayerDecay, check_settings, group_parameters
 
 
 def find(path: str) -> Callable[..., Optimizer]:
@@ -63,6 +63,7 @@ def _factory(cls: type[Optimizer]) -> Callable[..., Optimizer]:
                 decay_only_matrices=decay_only_matrices,
                 lr=rate,
                 settings=taken,
+                check=functools.partial(check_settings, cls),
             )
         for name in given.keys() - taken.keys():  # a class may take any name
             if near := did_you_mean(name, taken):

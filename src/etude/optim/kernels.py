@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypedDict
 
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT as TorchParams
 
-from etude.core.arguments import check_ranges, checked
+from etude.core.arguments import checked
 from etude.core.errors import ConfigError
 from etude.core.spelling import suggest
 from etude.optim.eager import without_compiler
-from etude.optim.groups import Groups, LayerDecay, group_parameters
+from etude.optim.groups import Groups, LayerDecay, check_settings, group_parameters
 
 P = ParamSpec("P")
 ParamsT = TorchParams | nn.Module
@@ -54,9 +55,10 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
     A tensor is filled in place, because captured graphs and fused kernels keep reading the same memory.
     """
+    if not 0 <= float(lr) < math.inf:
+        raise ConfigError(f"lr is {lr}; it must be finite and at least 0")
     for group in optimizer.param_groups:
-        if "initial_lr" in group:
-            group["initial_lr"] = float(lr)
+        group["initial_lr"] = float(lr)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
@@ -188,7 +190,7 @@ class KernelOptimizer(torch.optim.Optimizer):
                 lr=lr,
                 settings=[name for name in names if name != "params" and name not in _SHARED],
                 aliases=ALIASES,
-                check=functools.partial(check_ranges, type(self).__init__),
+                check=functools.partial(check_settings, type(self)),
             )
         return [one for one in params.parameters() if one.requires_grad] if isinstance(params, nn.Module) else params
 

@@ -159,7 +159,12 @@ class Muon(Optimizers):
     ) -> None:
         if not isinstance(params, (nn.Module, NamedParams)):
             raise ConfigError("muon finds the hidden matrices in the model: pass the model, not its parameters")
-        for place, key in ((place, key) for place, one in enumerate(common.get("groups", ())) for key in one):
+        for place, key in (
+            (place, key)
+            for place, one in enumerate(common.get("groups", ()))
+            if isinstance(one, Mapping)
+            for key in one
+        ):
             if key not in _OF_GROUPS:
                 raise ConfigError(f"optimizer.groups.{place}.{key}: groups of muon can set only lr and weight_decay")
         given = named_params(params)

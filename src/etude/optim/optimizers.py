@@ -3,7 +3,7 @@
 Torch uses its fused kernels only on request. These classes request them for every group where that is safe.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Unpack
 
 import torch
@@ -47,6 +47,16 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+def _check_nesterov(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if torch's SGD would ignore `nesterov`, or compute something else."""
+    momentum, dampening = settings["momentum"], settings["dampening"]
+    if settings["nesterov"] and (momentum == 0 or dampening != 0):
+        raise ConfigError(
+            f"SGD: nesterov needs momentum above 0 and dampening 0, found momentum {momentum} and dampening "
+            f"{dampening}; set momentum (0.9 is usual) or nesterov: false"
+        )
+
+
 @register("optimizer", "sgd", aliases=ALIASES)
 class SGD(DirectStep, torch.optim.SGD):
     """Stochastic gradient descent with momentum; sparse gradients need `kernel="loop"`.
@@ -72,13 +82,14 @@ class SGD(DirectStep, torch.optim.SGD):
         maximize: bool = False,
         **common: Unpack[Common],
     ) -> None:
-        if nesterov and (momentum == 0 or dampening != 0):
-            raise ConfigError(
-                f"SGD: nesterov needs momentum above 0 and dampening 0, found momentum {momentum} and dampening "
-                f"{dampening}; set momentum (0.9 is usual) or nesterov: false"
-            )
+        _check_nesterov({"momentum": momentum, "dampening": dampening, "nesterov": nesterov})
         given = self._grouped(params, lr, **common)
         super().__init__(given, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; raise ConfigError if its settings contradict each other."""
+        super().add_param_group(param_group)
+        _check_nesterov(self.param_groups[-1])
 
     def _auto_kernel(self, group: dict[str, Any]) -> Kernel:
         # With dampening the first momentum is special, and the fused kernel has only one first step for all
@@ -252,6 +263,14 @@ class RMSprop(KernelOptimizer, torch.optim.RMSprop):
     ) -> None:
         given = self._grouped(params, lr, **common)
         super().__init__(given, lr, alpha, eps, weight_decay, momentum, centered, maximize=maximize)
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: Any) -> Any:
+        """Collect the tensors of a step; momentum that a schedule raises from 0 has no buffer yet."""
+        if group["momentum"]:
+            for param in group["params"]:
+                if (state := self.state.get(param)) and "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return super()._init_group(group, params, grads, *states)
 
 
 @register("optimizer", "adagrad", aliases=ALIASES)

@@ -45,6 +45,11 @@ def cosine_schedule_with_warmup(
         raise ConfigError(
             f"warmup_steps is {warmup_steps} and total_steps is {total_steps}; they must be at least 0 and 1"
         )
+    if not (step >= 0 and base_lr >= 0 and 0 <= min_lr_ratio <= 1):
+        raise ConfigError(
+            f"step is {step}, base_lr is {base_lr} and min_lr_ratio is {min_lr_ratio}; they must be at least 0, and "
+            "the ratio at most 1"
+        )
     warmup_steps = _fit_warmup_once(warmup_steps, total_steps)
     return base_lr * _warmup_cosine(step, warmup_steps, total_steps, min_lr_ratio)
 

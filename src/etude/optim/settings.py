@@ -59,7 +59,8 @@ def by_setting(
     for name, one in factors.items():
         if isinstance(one, Schedules):
             raise ConfigError(f"by_setting: the schedule of {name} must be a single one, such as cosine")
-        if name in rates.factors or name in rates.values:
+        same = {"momentum", "beta1"} if name in ("momentum", "beta1") else {name}  # of Adam they are one
+        if same & {*rates.factors, *rates.values}:
             raise ConfigError(f"by_setting: the schedule of lr already sets {name}; keep one of them")
     if not factors:
         raise ConfigError("by_setting: no setting has a schedule; set momentum, beta1, beta2 or weight_decay")

@@ -271,7 +271,8 @@ def _share(said: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> 
         mine = {name for name in found if name not in taken}
         taken |= mine
     chosen = [param for param in params if params.names[id(param)] in mine]
-    return {**supplied, "params": params.with_items(chosen)}
+    elsewhere = frozenset(params.names[id(param)] for param in params) - mine
+    return {**supplied, "params": params.with_items(chosen, elsewhere)}
 
 
 @register("optimizer", "several", inside=_share)

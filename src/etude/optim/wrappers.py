@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from etude.config.registry import Section, register
-from etude.core.arguments import checked
+from etude.core.arguments import as_whole, checked
 from etude.core.errors import CheckpointError, ConfigError
 from etude.optim.clipping import global_norm
 from etude.optim.eager import without_grad
@@ -65,7 +65,7 @@ class Lookahead(Optimizers):
                 f"Lookahead sets the weights, which {type(modes[0]).__name__} computes from averages of its own; use "
                 "one of them"
             )
-        self.k, self.alpha = k, alpha
+        self.k, self.alpha = as_whole("Lookahead: k", k, least=1), alpha
         super().__init__([optimizer])
         self._leaves = optimizers_in(self)
         self._counted: tuple[int, Any] = 0, None
@@ -217,8 +217,8 @@ class SAM(Perturbed):
         if self.adaptive:
             torch._foreach_mul_(grads, params)
         norm = global_norm(grads)
-        if self.adaptive:
-            torch._foreach_mul_(grads, params)
+        if self.adaptive:  # w·conj(w) is w² of complex weights
+            torch._foreach_mul_(grads, [param.conj() for param in params])
         if norm.is_cpu:  # reading a value does not wait
             length = norm.item()
             if not math.isfinite(length):

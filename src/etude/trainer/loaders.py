@@ -171,22 +171,11 @@ class Loaders:
     @property
     def steps_per_any_epoch(self) -> int | None:
         """Optimizer steps of every epoch; None if epochs differ, or if the loader has no length."""
-        varies = self._batch_sizes is not None or len(self.accumulator.schedule.values) > 1
-        return None if varies else self.steps_per_epoch
-
-    @property
-    def _batch_sizes(self) -> dict[int, int] | None:
-        source = self.sources[0]
-        return source.batch_sizes if isinstance(source, DataLoader) else None
+        return steps_per_any_epoch(self._config, self.sources[0])
 
     def total_steps(self, config: TrainerConfig) -> int | None:
         """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set."""
-        epochs, sizes, source = config.num_epochs, self._batch_sizes, self.sources[0]
-        if epochs is None or sizes is None or not isinstance(source, DataLoader):
-            return planned_steps(config, self.num_batches)
-        spans = ByEpoch("batch_size", sizes).spans(range(epochs))
-        steps = sum(self.accumulator.num_steps(source.batches_in(span.start), span) for span, _ in spans)
-        return steps if config.max_steps is None else min(steps, config.max_steps)
+        return total_steps(config, self.sources[0])
 
     def _named(self, source: Any, name: str, *, training: bool) -> Loader | None:
         if source is None:
@@ -203,6 +192,28 @@ def num_batches(loader: Loader) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def total_steps(config: TrainerConfig, loader: Loader | None) -> int | None:
+    """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set."""
+    epochs = config.num_epochs
+    if epochs is None or not isinstance(loader, DataLoader) or loader.batch_sizes is None:
+        return planned_steps(config, None if loader is None else num_batches(loader))
+    accumulator = GradientAccumulator(accumulation_steps=config.grad_accum_steps)
+    spans = ByEpoch("batch_size", loader.batch_sizes).spans(range(epochs))
+    steps = sum(accumulator.num_steps(loader.batches_in(span.start), span) for span, _ in spans)
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def steps_per_any_epoch(config: TrainerConfig, loader: Loader | None) -> int | None:
+    """Return the optimizer steps of every epoch; None if epochs differ, or if the loader has no length."""
+    accumulator = GradientAccumulator(accumulation_steps=config.grad_accum_steps)
+    varies = len(accumulator.schedule.values) > 1 or (
+        isinstance(loader, DataLoader) and loader.batch_sizes is not None
+    )
+    if varies or loader is None or (batches := num_batches(loader)) is None:
+        return None
+    return accumulator.num_steps(batches, range(1))
 
 
 def planned_steps(config: TrainerConfig, num_batches: int | None) -> int | None:

@@ -1,8 +1,10 @@
 """The step and optimizer of a run, from objects, functions or names."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -26,7 +28,7 @@ from etude.optim import AdamW
 from etude.optim.eager import without_compiler
 from etude.optim.elements import check_elementwise
 from etude.optim.groups import NamedParams, names_of, outer_params
-from etude.optim.several import Optimizers, check_shares
+from etude.optim.several import Optimizers, check_shares, owner_of
 from etude.trainer.arguments import Section, build_named, expect
 from etude.trainer.config import TrainerConfig
 from etude.trainer.loaders import Loaders
@@ -222,8 +224,15 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], *, keep: bool) -> Iterator[None]:
-    """Load a checkpoint in this context; with `keep`, learning rate, weight decay and so on do not change."""
-    mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    """Load a checkpoint in this context; with `keep`, learning rate, weight decay and so on do not change.
+
+    These are arguments of the optimizer. What else a group holds is state, such as a count of steps.
+    """
+    known = [_arguments(optimizer, place) for place in range(len(optimizer.param_groups))]
+    mine = [
+        {key: value for key, value in group.items() if key in names or key.startswith("initial_")}
+        for group, names in zip(optimizer.param_groups, known, strict=True)
+    ]
     if keep and any(isinstance(one, LRSchedule) for one in callbacks):
         raise ConfigError(
             "keep_hyperparameters cannot change the rates inside a torch scheduler; use a function of the step, "
@@ -236,6 +245,12 @@ def hyperparameters(optimizer: torch.optim.Optimizer, callbacks: Iterable[Callba
         for key in [one for one in group if one.startswith("initial_")]:  # base values of the checkpoint
             del group[key]
         group.update(settings)
+
+
+def _arguments(optimizer: torch.optim.Optimizer, place: int) -> set[str]:
+    """Return the arguments of the optimizer that updates a group, also those that it passes on to its base classes."""
+    kinds = [one for one in type(owner_of(optimizer, place)).__mro__ if issubclass(one, torch.optim.Optimizer)]
+    return {name for one in kinds for name in inspect.signature(one).parameters} - {"params"}
 
 
 def optimizer_factory(optimizer: Any, settings: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
@@ -271,12 +286,25 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     if isinstance(optimizer, (list, tuple)):  # `Trainer` has made one of them
         raise ConfigError("optimizer is a list; make one of it with etude.optim.Optimizers([…])")
     expect("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "or make a torch optimizer")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+    kind: Any = type(optimizer)
+    if _needs_closure(kind):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} needs a closure that computes the loss several times per step, "
+            f"optimizer {kind.__name__} needs a closure that computes the loss several times per step, "
             "which is not supported; use another one, such as 'adamw'"
         )
+    for rate in (group.get("lr") for group in optimizer.param_groups):
+        if not isinstance(rate, (Real, Tensor)):
+            raise ConfigError(
+                f"optimizer {kind.__name__} has {rate!r:.60} as the learning rate of a parameter group, but "
+                "a run logs and schedules a number; set lr"
+            )
     mine = set(map(id, params))
     if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
         raise TrainingError("the optimizer holds none of the model's parameters: build it from model.parameters()")
+
+
+@functools.cache
+def _needs_closure(kind: Any) -> bool:
+    """Whether the steps of an optimizer compute the loss themselves."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return issubclass(kind, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -96,10 +96,10 @@ class RunRate(LearningRate):
             except ConfigError as error:
                 raise ConfigError(f"{self._planned.place}: {error}") from error
 
-    def advise(self, config: TrainerConfig) -> None:
+    def advise(self, config: TrainerConfig, callbacks: Iterable[Callback] = ()) -> None:
         """Warn, once, of what is no error but hardly intended: a rate of 0, or changes after the end of the run.
 
-        So is a falling rate beside an average that replaces it.
+        So are a falling rate beside an average that replaces it, and the rate of a schedule that there is no longer.
         """
         if self._has_advised or self.optimizer is None:
             return
@@ -107,6 +107,9 @@ class RunRate(LearningRate):
         total = self._loaders.total_steps(config)
         for words in (*_idle(self.schedule, total), *_epochs_beyond(config)):
             logger.warning(words)
+        if self.schedule is None and not any(isinstance(one, LRSchedule) for one in callbacks):
+            for words in _left_behind(self.optimizer.param_groups[0]):
+                logger.warning(words)
         if not self.callbacks and not any(
             group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups
         ):
@@ -134,6 +137,16 @@ def _idle(schedule: Schedule | None, total: int | None) -> Iterator[str]:
     if total - first > max(1, total // 10):
         place = f"from step {first} of {total} on" if first else f"in all {total} steps"
         yield f"the schedule sets the learning rate to 0 {place}, where nothing is learned; change the schedule"
+
+
+def _left_behind(group: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line if a schedule has set the rate of a group that no longer follows one."""
+    rate, base = float(group["lr"]), float(group.get("initial_lr", group["lr"]))
+    if rate != base:
+        yield (
+            f"the learning rate stays at {rate:.3g}, where an earlier schedule left it (base {base:.3g}), "
+            "because this run has no schedule; set the rate (optimizer.lr), or a schedule"
+        )
 
 
 def _epochs_beyond(config: TrainerConfig) -> Iterator[str]:

@@ -224,7 +224,7 @@ class Trainer:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
         self.learning_rate.follow(self.config)
-        self.learning_rate.advise(self.config)
+        self.learning_rate.advise(self.config, self.callbacks)
         self.output.unload_best(self.model)
         if self._raw is not None:
             load_model_state(self.model, self._raw)
@@ -306,6 +306,7 @@ class Trainer:
         raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
         with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
             self.state.restore(checkpoint)
+        self.learning_rate.loaded()
         self.output.loaded(checkpoint.path, metrics)
         self._raw = raw
 

@@ -35,7 +35,8 @@ class BasicTrainingLoop:
     last epoch, a single one those of the training. So does a `LossTracker`. A `TrainingMetrics` follows both. A torch
     scheduler is stepped once per epoch; a function of the step sets the rate of every step.
 
-    Every `fit` is a separate run that starts from the optimizer's base rate, unless `load_state_dict` was called.
+    Every `fit` is a separate run that starts from the optimizer's base rate, unless `load_state_dict` was called. Only
+    a torch scheduler, which has a state of its own, goes on where it was.
     """
 
     def __init__(

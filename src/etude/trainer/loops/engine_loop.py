@@ -212,13 +212,12 @@ class EngineLoop(EpochLoop):
         return state
 
     def _saver(self, state: TrainState, epoch: Epoch) -> Saver | None:
-        saver = self.output.saver(state, self.config, self.task.facts())
-        if saver is not None and (epoch.model is None or epoch.rate.optimizer is None):
+        if self.output.saves(self.config) and (epoch.model is None or epoch.rate.optimizer is None):
             raise ConfigError(
                 "output_dir saves model and optimizer, which are unknown here; pass a module's forward and an "
                 "optimizer's step method, or remove output_dir"
             )
-        return saver
+        return self.output.saver(state, self.config, self.task.facts())
 
     def _info(self, epoch: Epoch, resumed: bool) -> RunInfo:
         batches, accumulated = epoch.loaders.num_batches, self.accumulator.steps_at(self.clock.epoch)

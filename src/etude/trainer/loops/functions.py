@@ -1,5 +1,6 @@
 """Training from plain functions (forward, loss, update) without a base class, using the same step."""
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from etude.engine.update import Updater
 from etude.losses.functional import IGNORE_INDEX, accuracy_term, count_labels
 from etude.metrics import TrainingMetrics
 from etude.optim.clipping import clip_to_norm, global_norm
+from etude.trainer.optimization import check_optimizer
 
 logger = logging.getLogger("etude")
 
@@ -79,8 +81,10 @@ def function_step(
     if model is not None and device is not None:
         model.to(device)
     updater: Updater | FunctionUpdater
-    owner = getattr(optimizer_step, "__self__", None)
+    owner = _owner_of(optimizer_step)
     if isinstance(owner, torch.optim.Optimizer):
+        trained = [] if model is None else [*model.parameters()]
+        check_optimizer(owner, trained or [param for group in owner.param_groups for param in group["params"]])
         updater = MethodUpdater(owner, zero_gradients, clip_norm)
     else:
         params = None if model is None else list(model.parameters())
@@ -219,6 +223,14 @@ class FunctionUpdater:
         if not skipped.item():  # the function is host code, so the host decides
             self.optimizer_step()
         return norm, skipped
+
+
+def _owner_of(method: Any) -> Any:
+    """Return the object of a bound method, also of a `step` that a scheduler of torch has wrapped."""
+    if not getattr(method, "_wrapped_by_lr_sched", False):
+        return getattr(method, "__self__", None)
+    found = inspect.getclosurevars(method).nonlocals.get("opt_ref")
+    return None if found is None else found()
 
 
 def _class_dim(predictions: Any, labels: Any) -> int | None:
