@@ -298,27 +298,83 @@ class Adversary(Task):
         return {"loss": LossTerm(nn.functional.cross_entropy(model(x), labels, reduction="sum"), float(len(labels)))}
 
 
-class OwnBackward(Task):
-    """Has an objective that runs the backward passes itself."""
+class Twice(Task):
+    """Runs a backward pass of its own through the outputs that the loss depends on."""
+
+    def __call__(self, model, batch, *, metrics):
+        x, labels = batch
+        output = model(x)
+        if torch.is_grad_enabled():
+            (0.1 * output.square().sum()).backward(retain_graph=True)
+        return {"loss": LossTerm(nn.functional.cross_entropy(output, labels, reduction="sum"), float(len(labels)))}
+
+
+class Plain(Task):
+    """Has an objective of its own."""
+
+    kind: type[Objective]
+
+    def __init__(self, kind) -> None:
+        self.kind = kind
 
     def __call__(self, model, batch, *, metrics):
         x, labels = batch
         return {"loss": LossTerm(nn.functional.cross_entropy(model(x), labels, reduction="sum"), float(len(labels)))}
 
     def objective(self, parts):
-        class Own(Objective):
-            def backward(self, terms):
-                self.add(terms)["loss"].sum.backward()
+        return self.kind(self, parts)
 
-            def finish(self):
-                return 6.0 / self.parts.world.size
 
-        return Own(self, parts)
+class OwnBackward(Objective):
+    """Runs the backward passes itself, and knows the count."""
+
+    def backward(self, terms):
+        self.add(terms)["loss"].sum.backward()
+
+    def finish(self):
+        return 6.0 / self.parts.world.size
+
+
+class OwnLoss(Objective):
+    """Runs the backward passes itself, and leaves the count to its base class."""
+
+    def run_backward(self, weighted):
+        weighted["loss"].sum.backward()
 
 
 def backward_passes_of_others() -> None:
-    """Gradients of backward passes that the engine does not run are all-reduced too."""
-    x, labels = points()
-    for task in (Adversary, OwnBackward):
-        compare_one(make_mlp, (x[:24], labels[:24]), "ddp", task=task())
+    """Gradients of backward passes that the engine does not run are all-reduced too, and divided by the right count."""
+    x, labels = points()  # one process has no samples of the last batch
+    sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "config": {"learning_rate": None}}
+    unused = {**sgd, "config": {"learning_rate": None, "find_unused_parameters": True}}
+    for task in (Adversary(), Twice(), Plain(OwnLoss)):
+        compare_one(make_mlp, (x, labels), "ddp", task=task, **sgd)
+    compare_one(make_mlp, (x, labels), "ddp", task=Twice(), **unused)
+    compare_one(make_mlp, (x[:24], labels[:24]), "ddp", task=Plain(OwnBackward))
     leave_world()
+
+
+class Scaled(nn.Module):
+    """Has a buffer, which processes share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_mlp()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        return self.layers(x * self.scale)
+
+
+class Views(Task):
+    """Runs the model twice for every batch."""
+
+    def __call__(self, model, batch, *, metrics):
+        x, labels = batch
+        output = model(x) + model(x * 0.5)
+        return {"loss": LossTerm(nn.functional.cross_entropy(output, labels, reduction="sum"), float(len(labels)))}
+
+
+def several_forward_passes() -> None:
+    """A process without samples does not run the model as often as the others: buffers are shared once per step."""
+    compare(Scaled, points(), "ddp", task=Views())
