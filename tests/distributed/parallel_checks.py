@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from etude import Callback, LeNet5, Trainer, TrainingLoop
+from etude import Callback, LeNet5, Trainer, TrainingLoop, predict
 from etude.checkpoint import read_checkpoint
 from etude.core import ConfigError, LossTerm, Task, TrainingError
 from etude.core.model import whole
@@ -18,6 +18,7 @@ from etude.distributed.lockstep import Spare
 from etude.distributed.sharding import Shards
 from etude.distributed.shards import local_of, part_of
 from etude.engine.objective import Objective
+from etude.export import save_weights
 
 
 class Losses(Callback):
@@ -75,11 +76,11 @@ def tokens(rows: int = 25, vocabulary: int = 24) -> torch.Tensor:
     return torch.randint(vocabulary, (rows, 8), generator=torch.Generator().manual_seed(1))
 
 
-def make_llama() -> nn.Module:
+def make_llama(groups: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=24, num_key_value_heads=2, max_position_embeddings=16, **sizes)
+    config = LlamaConfig(vocab_size=24, num_key_value_heads=groups, max_position_embeddings=16, **sizes)
     return LlamaForCausalLM(config)
 
 
@@ -90,7 +91,9 @@ def llama_data():
 
 
 def llama_tensor() -> None:
-    """A model of Hugging Face by its own tensor plan."""
+    """A model of Hugging Face by its own tensor plan, if its heads can be divided."""
+    with pytest.raises(ConfigError, match="does not divide num_key_value_heads 1"):
+        trained(lambda: make_llama(1), llama_data(), parallel={"tensor": 2})
     compare(make_llama, llama_data(), {"tensor": 2})
 
 
@@ -190,6 +193,10 @@ def divided_already() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="already"):
             TrainingLoop().train_epoch(model, points(), optimizer)
+    with pytest.raises(ConfigError, match="of the Trainer"):
+        predict(trained_before, points()[0])
+    with pytest.raises(ConfigError, match=r"0\.weight is divided"):
+        save_weights(trained_before, "weights.safetensors")
     leave_world()
 
 

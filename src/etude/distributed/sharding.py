@@ -56,6 +56,8 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
         divide_layers(model, layout.tensor_mesh, layout.settings.tensor_plan)
     if (mesh := layout.shard_mesh) is None:
         return
+    if numbers := [name for name, param in model.named_parameters() if param.is_complex()]:
+        raise ConfigError(f"{numbers[0]} is complex, which torch cannot shard; use parallel: ddp")
     for param in model.parameters():  # FSDP2 shards contiguous memory only
         if not param.is_contiguous():
             param.data = param.data.contiguous()
