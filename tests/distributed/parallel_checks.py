@@ -141,6 +141,10 @@ def mlp_optimizer() -> None:
     Trainer(divided, points(), config=config, optimizer=made[1], progress=False, parallel="fsdp").train()
     for mine, theirs in zip(divided.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(mine), theirs, rtol=1e-5, atol=1e-6)
+    early = make_mlp()  # this optimizer makes its state at once
+    optimizer = torch.optim.Adagrad(early.parameters())
+    with pytest.raises(ConfigError, match="Adagrad has state of undivided"):
+        Trainer(early, points(), config=config, optimizer=optimizer, progress=False, parallel="fsdp")
     leave_world()
 
 
@@ -281,6 +285,7 @@ def lent_batches_draw_nothing() -> None:
         expected, found = (read_checkpoint(one / "checkpoints" / "last").model_state for one in (straight, stopped))
         for name, weight in expected.items():
             assert found[name].equal(weight), name
+        assert "FSDP" not in (straight / "config.yaml").read_text()  # the model is recorded as it was given
         world.barrier()
     leave_world()
 
