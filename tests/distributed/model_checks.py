@@ -95,6 +95,15 @@ class Sparse(nn.Module):
         return self.head(self.embedding(x).mean(1))
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shift = nn.Linear(8, 3), nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.layer(x) + self.shift.real
+
+
 class Branch(nn.Module):
     """Its first layer is for some samples only."""
 
@@ -279,6 +288,8 @@ def what_is_not_divided() -> None:
             trained(lambda: nn.Sequential(nn.LazyLinear(3)), points(), parallel=parallel)
     with pytest.raises(ConfigError, match="embedding has sparse gradients"):
         trained(Sparse, (tokens(), tokens()[:, 0] // 9), parallel="fsdp")
+    with pytest.raises(ConfigError, match="shift is complex"):
+        trained(Complex, points(), parallel="fsdp")
     with pytest.raises(TrainingError, match="different losses for the same samples"):
         trained(make_even, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
     with pytest.raises(DataError, match=r"layer '2'.*parallel\.tensor_plan divides it"):

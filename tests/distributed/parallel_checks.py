@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from etude import Callback, LeNet5, Trainer, TrainingLoop
+from etude import Callback, LeNet5, Trainer, TrainingLoop, predict
 from etude.checkpoint import read_checkpoint
 from etude.core import ConfigError, LossTerm, Task, TrainingError
 from etude.core.model import whole
@@ -18,6 +18,7 @@ from etude.distributed.lockstep import Spare
 from etude.distributed.sharding import Shards
 from etude.distributed.shards import local_of, part_of
 from etude.engine.objective import Objective
+from etude.export import save_weights
 
 
 class Losses(Callback):
@@ -75,11 +76,11 @@ def tokens(rows: int = 25, vocabulary: int = 24) -> torch.Tensor:
     return torch.randint(vocabulary, (rows, 8), generator=torch.Generator().manual_seed(1))
 
 
-def make_llama() -> nn.Module:
+def make_llama(groups: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=24, num_key_value_heads=2, max_position_embeddings=16, **sizes)
+    config = LlamaConfig(vocab_size=24, num_key_value_heads=groups, max_position_embeddings=16, **sizes)
     return LlamaForCausalLM(config)
 
 
@@ -90,7 +91,9 @@ def llama_data():
 
 
 def llama_tensor() -> None:
-    """A model of Hugging Face by its own tensor plan."""
+    """A model of Hugging Face by its own tensor plan, if its heads can be divided."""
+    with pytest.raises(ConfigError, match="does not divide num_key_value_heads 1"):
+        trained(lambda: make_llama(1), llama_data(), parallel={"tensor": 2})
     compare(make_llama, llama_data(), {"tensor": 2})
 
 
@@ -138,6 +141,10 @@ def mlp_optimizer() -> None:
     Trainer(divided, points(), config=config, optimizer=made[1], progress=False, parallel="fsdp").train()
     for mine, theirs in zip(divided.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(mine), theirs, rtol=1e-5, atol=1e-6)
+    early = make_mlp()  # this optimizer makes its state at once
+    optimizer = torch.optim.Adagrad(early.parameters())
+    with pytest.raises(ConfigError, match="Adagrad has state of undivided"):
+        Trainer(early, points(), config=config, optimizer=optimizer, progress=False, parallel="fsdp")
     leave_world()
 
 
@@ -190,6 +197,10 @@ def divided_already() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="already"):
             TrainingLoop().train_epoch(model, points(), optimizer)
+    with pytest.raises(ConfigError, match="of the Trainer"):
+        predict(trained_before, points()[0])
+    with pytest.raises(ConfigError, match=r"0\.weight is divided"):
+        save_weights(trained_before, "weights.safetensors")
     leave_world()
 
 
@@ -274,6 +285,7 @@ def lent_batches_draw_nothing() -> None:
         expected, found = (read_checkpoint(one / "checkpoints" / "last").model_state for one in (straight, stopped))
         for name, weight in expected.items():
             assert found[name].equal(weight), name
+        assert "FSDP" not in (straight / "config.yaml").read_text()  # the model is recorded as it was given
         world.barrier()
     leave_world()
 
@@ -298,27 +310,83 @@ class Adversary(Task):
         return {"loss": LossTerm(nn.functional.cross_entropy(model(x), labels, reduction="sum"), float(len(labels)))}
 
 
-class OwnBackward(Task):
-    """Has an objective that runs the backward passes itself."""
+class Twice(Task):
+    """Runs a backward pass of its own through the outputs that the loss depends on."""
+
+    def __call__(self, model, batch, *, metrics):
+        x, labels = batch
+        output = model(x)
+        if torch.is_grad_enabled():
+            (0.1 * output.square().sum()).backward(retain_graph=True)
+        return {"loss": LossTerm(nn.functional.cross_entropy(output, labels, reduction="sum"), float(len(labels)))}
+
+
+class Plain(Task):
+    """Has an objective of its own."""
+
+    kind: type[Objective]
+
+    def __init__(self, kind) -> None:
+        self.kind = kind
 
     def __call__(self, model, batch, *, metrics):
         x, labels = batch
         return {"loss": LossTerm(nn.functional.cross_entropy(model(x), labels, reduction="sum"), float(len(labels)))}
 
     def objective(self, parts):
-        class Own(Objective):
-            def backward(self, terms):
-                self.add(terms)["loss"].sum.backward()
+        return self.kind(self, parts)
 
-            def finish(self):
-                return 6.0 / self.parts.world.size
 
-        return Own(self, parts)
+class OwnBackward(Objective):
+    """Runs the backward passes itself, and knows the count."""
+
+    def backward(self, terms):
+        self.add(terms)["loss"].sum.backward()
+
+    def finish(self):
+        return 6.0 / self.parts.world.size
+
+
+class OwnLoss(Objective):
+    """Runs the backward passes itself, and leaves the count to its base class."""
+
+    def run_backward(self, weighted):
+        weighted["loss"].sum.backward()
 
 
 def backward_passes_of_others() -> None:
-    """Gradients of backward passes that the engine does not run are all-reduced too."""
-    x, labels = points()
-    for task in (Adversary, OwnBackward):
-        compare_one(make_mlp, (x[:24], labels[:24]), "ddp", task=task())
+    """Gradients of backward passes that the engine does not run are all-reduced too, and divided by the right count."""
+    x, labels = points()  # one process has no samples of the last batch
+    sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "config": {"learning_rate": None}}
+    unused = {**sgd, "config": {"learning_rate": None, "find_unused_parameters": True}}
+    for task in (Adversary(), Twice(), Plain(OwnLoss)):
+        compare_one(make_mlp, (x, labels), "ddp", task=task, **sgd)
+    compare_one(make_mlp, (x, labels), "ddp", task=Twice(), **unused)
+    compare_one(make_mlp, (x[:24], labels[:24]), "ddp", task=Plain(OwnBackward))
     leave_world()
+
+
+class Scaled(nn.Module):
+    """Has a buffer, which processes share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_mlp()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        return self.layers(x * self.scale)
+
+
+class Views(Task):
+    """Runs the model twice for every batch."""
+
+    def __call__(self, model, batch, *, metrics):
+        x, labels = batch
+        output = model(x) + model(x * 0.5)
+        return {"loss": LossTerm(nn.functional.cross_entropy(output, labels, reduction="sum"), float(len(labels)))}
+
+
+def several_forward_passes() -> None:
+    """A process without samples does not run the model as often as the others: buffers are shared once per step."""
+    compare(Scaled, points(), "ddp", task=Views())

@@ -176,6 +176,7 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "lent_batches_draw_nothing",
         "lent_batches_stay_on_their_device",
         "backward_passes_of_others",
+        "several_forward_passes",
     ],
 )
 def test_models_of_every_kind(runs, check_name):

@@ -55,6 +55,13 @@ def test_an_evaluation_writes_the_files_of_its_metrics(of, folder, samples, tmp_
     assert (tmp_path / "run/metrics/confusion_matrix.json").read_bytes() == before
 
 
+def test_one_process_evaluates_what_several_have_divided(tmp_path):
+    train_experiment(flowers(tmp_path, ["lily", "rose", "tulip"]), run_dir=tmp_path / "run", progress=False)
+    expected = evaluate_run(tmp_path / "run", split="validation").metrics
+    divided = ["parallel.shard=2", "parallel.tensor=2", "parallel.meta_device=true"]
+    assert evaluate_run(tmp_path / "run", split="validation", overrides=divided).metrics == expected
+
+
 def test_a_folder_that_cannot_be_written_does_not_stop_an_evaluation(tmp_path, caplog):
     train_experiment(flowers(tmp_path, ["lily", "rose", "tulip"]), run_dir=tmp_path / "run", progress=False)
     (tmp_path / "run/metrics/validation").write_text("a file")

@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader
 
 import etude as library
 from etude.callbacks import Callback
+from etude.distributed import World
+from etude.experiment.python_run import python_run
+from etude.monitor import RunFolder
 from run_files import records, weights
 
 MODULE = """
@@ -231,3 +234,20 @@ def test_config_of_a_python_run_names_its_parts(mine, tmp_path):
     }
     assert recipe["callbacks"][0] == {"class": "my_parts:Count", "arguments": {"every": 3}}
     assert recipe["optimizer"]["arguments"]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ([], {"data": 1, "shard": "all"}),
+        (["parallel.shard=1", "parallel.data=2"], {"data": 2, "shard": 1}),
+        (["parallel=ddp"], "ddp"),
+    ],
+)
+def test_several_processes_divide_the_model_as_the_script_did(mine, tmp_path, monkeypatch, overrides, layout):
+    trainer(mine, tmp_path / "run", parallel="fsdp").train()
+    with monkeypatch.context() as patch:
+        patch.setattr("etude.experiment.python_run.Trainer", lambda **parts: parts)
+        run = python_run(RunFolder(tmp_path / "run"), overrides, import_class=True)
+        assert run.trainer(World(size=2), progress=False)["parallel"] == layout
+        assert "parallel" not in run.trainer(World(), progress=False)

@@ -24,6 +24,7 @@ from etude import (
     ValidationLoop,
 )
 from etude.core import DataError, Task, TrainingError
+from etude.trainer.sanity_check import _explained
 from run_files import records, weights
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(5))
@@ -315,3 +316,11 @@ def test_memory_that_runs_out_for_the_model_or_its_optimizer_has_remedies():
     for options in ({"model": Big(6, 3)}, {"model": net(), "optimizer": optimizer}):
         with pytest.raises(TrainingError, match=r"out of memory on cpu.*smaller model"):
             Trainer(options.pop("model"), (X, Y), device="cpu", progress=False, **options)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_lost_process_is_not_blamed_on_the_data(together):
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49072")
+    with pytest.raises(RuntimeError) as caught, _explained(together=together):
+        raise lost
+    assert caught.value is lost

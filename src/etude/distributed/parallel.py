@@ -32,7 +32,7 @@ def wrap_data_parallel(
 ) -> nn.Module:
     """Return the model wrapped in DistributedDataParallel.
 
-    Buffers (running statistics) are broadcast from rank 0 before every step.
+    Buffers (running statistics) are broadcast from rank 0 in every step (`begin_reduction`).
     """
     whole = model if find_unused_parameters else _Carrying(model, device)
     # Of types that DDP cannot broadcast there are constants, such as the angles of rotary positions: once is enough.
@@ -47,11 +47,12 @@ def wrap_data_parallel(
         # Both memory formats fit such a weight, and its gradient may have the other one: a few numbers are copied.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(whole, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
+    # torch all-reduces in the first backward pass after a forward pass, which may be one that a task runs itself.
+    wrapped.require_backward_grad_sync = False  # `run_backward` chooses the pass
     _FROZEN[wrapped] = frozen
     if not isinstance(whole, _Carrying):
         return wrapped
     wrapped.module, _CARRIERS[wrapped] = model, whole.carrier
-    wrapped.register_forward_pre_hook(_before_forward)
     # After its first backward pass torch rebuilds the gradient buckets, which changes the order in which three or
     # more ranks are summed. Done here, the first step after a resume sums like any other.
     run_backward(wrapped, idle_output(wrapped))
@@ -63,8 +64,8 @@ def wrap_data_parallel(
 _CARRIERS: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
 """By wrapped model, a parameter that is not trained: its gradient is a count, which is all-reduced with the others."""
 
-_WAITING: WeakSet[nn.Module] = WeakSet()
-"""Wrapped models that have been called since the last gradient of their carrier."""
+_DUE: WeakSet[nn.Module] = WeakSet()
+"""Wrapped models whose gradients have not been all-reduced in this step."""
 _FROZEN: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 """By wrapped model, the parameters that were frozen when it was wrapped: torch does not all-reduce their gradients."""
 
@@ -79,35 +80,39 @@ class _Carrying(nn.Module):
         self.model, self.carrier = model, nn.Parameter(torch.zeros((), dtype=exact, device=device))
 
 
-def run_backward(model: nn.Module, loss: Tensor, count: Tensor | float = 0.0) -> None:
-    """Run a backward pass; if it all-reduces the gradients of a wrapped model, the count of the step goes with them.
+def begin_reduction(model: nn.Module) -> None:
+    """Begin a step: buffers of rank 0 are broadcast before its first forward pass, also if the last step failed.
 
-    A collective of its own for one number would take as long as one for all gradients of a small model.
+    Only there: a rank without samples runs the model once, however often the task runs it.
     """
-    carrier = _CARRIERS.get(model)
-    if carrier is None or not model.require_backward_grad_sync:
+    if isinstance(model, DistributedDataParallel):
+        _DUE.add(model)
+        model.require_forward_param_sync = True
+
+
+def run_backward(model: nn.Module, loss: Tensor, count: Tensor | float = 0.0) -> None:
+    """Run a backward pass, which all-reduces the gradients of a wrapped model except in `local_gradients`.
+
+    The count of the step goes with them: a collective of its own for one number would take as long as one for all
+    gradients of a small model.
+    """
+    if not isinstance(model, DistributedDataParallel) or model in _LOCAL:
         loss.backward()
         return
-    _WAITING.discard(model)
+    _DUE.discard(model)
+    model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+    if (carrier := _CARRIERS.get(model)) is None:
+        loss.backward()
+        return
     carrier.grad = None
     number = count.to(carrier) if isinstance(count, Tensor) else torch.full_like(carrier, count)
     torch.autograd.backward([loss, carrier], [None, number.detach().reshape(())])
 
 
-def finish_reduction(model: nn.Module) -> None:
-    """All-reduce the gradients of a backward pass that other code has run: it waits for that of the carrier."""
-    if model not in _WAITING or not isinstance(model, DistributedDataParallel):
-        return
-    try:
-        model._check_reducer_finalized()
-    except RuntimeError:
-        run_backward(model, torch.zeros((), requires_grad=True))
-
-
-def _before_forward(model: nn.Module, _: object) -> None:
-    finish_reduction(model)
-    if model in _CARRIERS and model.require_backward_grad_sync:
-        _WAITING.add(model)
+def finish_reduction(model: nn.Module, count: Tensor | float) -> None:
+    """All-reduce the gradients of a step, and its count, unless a backward pass has done so."""
+    if model in _DUE:
+        run_backward(model, idle_output(model), count)
 
 
 def mean_count(model: nn.Module) -> Tensor | None:
@@ -155,10 +160,7 @@ def local_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_sync(model: nn.Module) -> Iterator[None]:
-    if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    elif is_sharded(model):
+    if is_sharded(model):
         model.set_requires_gradient_sync(False)  # type: ignore[operator]
         try:
             yield
@@ -180,12 +182,6 @@ def reshard(model: nn.Module) -> None:
         for module in model.modules():
             if is_sharded(module):
                 module.reshard()  # type: ignore[operator]
-
-
-def share_buffers_next(model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0 before the next forward pass, also if the last one failed on some rank."""
-    if isinstance(model, DistributedDataParallel):
-        model.require_forward_param_sync = True
 
 
 def idle_output(model: nn.Module) -> Tensor:

@@ -56,6 +56,8 @@ def divide_model(model: nn.Module, layout: Layout, precision: str, unsharded: Co
         divide_layers(model, layout.tensor_mesh, layout.settings.tensor_plan)
     if (mesh := layout.shard_mesh) is None:
         return
+    if numbers := [name for name, param in model.named_parameters() if param.is_complex()]:
+        raise ConfigError(f"{numbers[0]} is complex, which torch cannot shard; use parallel: ddp")
     for param in model.parameters():  # FSDP2 shards contiguous memory only
         if not param.is_contiguous():
             param.data = param.data.contiguous()
@@ -236,13 +238,16 @@ def follow_shards(optimizer: Any, names: Mapping[int, str], model: nn.Module, sh
     """Give optimizers that were made before the model was divided the local shards of its parameters.
 
     `names` are those of the parameters before. Anything but optimizers is left as it is. Raises ConfigError if one has
-    taken steps already.
+    state already.
     """
     for one in optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,):
         if not isinstance(one, torch.optim.Optimizer):
             continue
         if one.state:
-            raise ConfigError("the optimizer has taken steps already, so its state cannot be sharded; make a new one")
+            raise ConfigError(
+                f"{type(one).__name__} has state of undivided parameters already; pass a function of the parameters "
+                "that makes it, or its name"
+            )
         for group in one.param_groups:
             params = group["params"]
             group["params"] = [

@@ -57,6 +57,9 @@ def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
             f"parallel.tensor is {size}, but {type(model).__name__} has no tensor plan; give one in "
             "parallel.tensor_plan, such as {'layers.*.up': colwise, 'layers.*.down': rowwise}, or use parallel.shard"
         )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if isinstance(heads := getattr(getattr(model, "config", None), name, None), int) and heads % size:
+            raise ConfigError(f"parallel.tensor is {size}, which does not divide {name} {heads} of the model")
     plan = {_own_pattern(model, str(key)): _HUGGING_FACE.get(one, str(one)) for key, one in found.items()}
     if unknown := sorted({style for style in plan.values() if style not in STYLES}):
         raise ConfigError(

@@ -313,7 +313,7 @@ def failing_together(world: World) -> Iterator[None]:
     except RuntimeError as error:
         _print_warnings(world)
         first = world.claim("failure")
-        if not _is_lost_connection(error):
+        if not is_lost_connection(error):
             raise
         lost = ConnectionLost(
             f"process {world.rank} of {world.size} lost the connection to another process, which was killed or "
@@ -334,8 +334,9 @@ def _print_warnings(world: World) -> None:
         world.log.print_rest()
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another process was killed or failed."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _own_device(local_rank: int) -> torch.device:

@@ -16,13 +16,14 @@ from etude.core.task import check_terms
 from etude.distributed import World
 from etude.distributed.parallel import (
     RankTask,
+    begin_reduction,
     check_frozen,
     check_gradients,
+    finish_reduction,
     idle_output,
     local_gradients,
     mean_count,
     run_backward,
-    share_buffers_next,
 )
 from etude.engine.callback_list import CallbackList
 from etude.engine.precision import MixedPrecision
@@ -62,6 +63,8 @@ class Objective:
     """False if ranks communicate between the micro-batches of a step."""
     defers = False
     """Whether gradients are all-reduced after all backward passes: until then a rank may fail and begin again."""
+    all_reduces = True
+    """Whether the gradients of backward passes are all-reduced; False for one that combines gradients itself."""
 
     def __init__(self, task: Task, parts: ObjectiveParts) -> None:
         self.parts = parts
@@ -93,12 +96,11 @@ class Objective:
         self.totals = self._single = None
         if self.parts.world.size > 1:
             check_frozen(self.parts.model)
-        if self.defers:
-            share_buffers_next(self.parts.model)
+            begin_reduction(self.parts.model)
 
     def micro_batch(self, place: int) -> AbstractContextManager[object]:
         """Return the context of a micro-batch: the last one of a step all-reduces the gradients."""
-        self._is_last = place + 1 == len(self.micro_batches) and not self.defers
+        self._is_last = place + 1 == len(self.micro_batches) and self.all_reduces and not self.defers
         if self.parts.world.size == 1 or self._is_last:
             return _NOTHING
         return local_gradients(self.parts.model)
@@ -116,10 +118,13 @@ class Objective:
                 self._divide_from_now_on(weighted)
         self.run_backward(weighted)
 
+    def all_reduce(self) -> None:
+        """All-reduce the gradients of the step, unless its last backward pass has done so."""
+        if self.parts.world.size > 1 and self.all_reduces:
+            finish_reduction(self.parts.model, self._count)
+
     def finish(self) -> Tensor | float:
         """Complete the gradients; return the divisor for the update."""
-        if self.defers:
-            run_backward(self.parts.model, idle_output(self.parts.model), self._count)
         if self.totals is not None:
             return self.undo_average(1.0)
         if self._single is None:

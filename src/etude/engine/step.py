@@ -17,7 +17,6 @@ from etude.core.spans import span
 from etude.core.task import as_task
 from etude.distributed import World
 from etude.distributed.agreement import check_losses
-from etude.distributed.parallel import finish_reduction
 from etude.engine.callback import Callback, Gradients
 from etude.engine.explain import raise_misfit
 from etude.engine.objective import Objective, ObjectiveParts
@@ -134,9 +133,8 @@ class Step:
     def _gradients(self, micro_batches: Sequence[Batch]) -> Tensor | float:
         """Compute the gradients of all micro-batches; return what they are to be divided by."""
         self.splitter.run(micro_batches, self._backward, self.model, self._buffers.restore)
-        if self.world.size > 1:
-            finish_reduction(self.model)
         with span("backward"):
+            self.objective.all_reduce()
             return self.objective.finish()
 
     def _backward(self, micro_batches: Sequence[Batch]) -> None:

@@ -13,6 +13,7 @@ from etude.core import ConfigError, DataError, RunFolderError
 from etude.core.spelling import suggest
 from etude.data.splits import OtherData
 from etude.distributed import World, before_joining, join_world, leave_world
+from etude.distributed.settings import ParallelConfig
 from etude.distributed.world import failing_together
 from etude.experiment.build import Data, build_data, build_trainer, recorded_data
 from etude.experiment.config import ExperimentConfig, load_config
@@ -100,7 +101,7 @@ class OpenedRun:
 
     def trainer(self, data: Data) -> Trainer:
         """Return a trainer with the weights of the checkpoint, which writes nothing."""
-        trainer = build_trainer(_not_trained(self.config), data=data, world=self.world, progress=False)
+        trainer = build_trainer(_not_trained(self.config, self.world), data=data, world=self.world, progress=False)
         with errors_of(self.checkpoint.path):
             trainer.check_facts(self.checkpoint.meta, self.checkpoint.path)
             for feature in data.features:
@@ -129,12 +130,18 @@ class OpenedRun:
         return trainer, replace(other, part=data.loader_over(other.part))
 
 
-def _not_trained(config: ExperimentConfig) -> ExperimentConfig:
-    """Return a config without what only training uses, of which warnings would be irrelevant."""
+def _not_trained(config: ExperimentConfig, world: World) -> ExperimentConfig:
+    """Return a config without what only training uses, of which warnings would be irrelevant.
+
+    A single process has the whole model, however many of them divided it in training.
+    """
     training: TrainerConfig = config.sections["training"]
     defaults = {name: type(training).model_fields[name].default for name in ONLY_TRAINING}
     training = training.model_copy(update={**defaults, "save_checkpoints": False})
-    return replace(config, sections={**config.sections, "scheduler": None, "training": training})
+    sections = {**config.sections, "scheduler": None, "training": training}
+    if world.size == 1:
+        sections["parallel"] = ParallelConfig()
+    return replace(config, sections=sections)
 
 
 @contextlib.contextmanager

@@ -47,10 +47,10 @@ class PythonRun:
         self.folder = folder
         self._document = apply_overrides(Document(_read(folder), folder.config_path), overrides)
         for override in overrides:
-            if not override.lstrip().startswith("training."):
+            if not override.lstrip().startswith(("training.", "parallel.", "parallel=")):
                 raise ConfigError(
                     f"{override.partition('=')[0].strip()}: {folder.path} holds a run made in Python, of which only "
-                    "keys of training can be changed"
+                    "keys of training and parallel can be changed"
                 )
         recipe, settings = self._document.data.get("python"), self._document.data.get("training")
         if not isinstance(recipe, Mapping) or not isinstance(settings, Mapping):
@@ -61,9 +61,12 @@ class PythonRun:
         self._allowed = import_class
 
     def trainer(self, world: World, progress: bool) -> Trainer:
-        """Return the trainer, with the newest intact checkpoint."""
+        """Return the trainer, with the newest intact checkpoint. A single process has the whole model."""
         names = [name for name in self.recipe if not name.startswith(SETTING)]
         parts: dict[str, Any] = {"config": self.config(), "progress": progress, "world": world, **self._parts(names)}
+        recorded, given = parts.pop("parallel", {}), self._document.data.get("parallel", {})
+        if world.size > 1:
+            parts["parallel"] = {**recorded, **given} if isinstance(given, dict) else given
         return Trainer(output_dir=self.folder.path, resume=True, name=self.name, **parts)
 
     def evaluator(self, split: str, checkpoint: Checkpoint, world: World) -> Trainer:

@@ -10,7 +10,7 @@ from torch import Tensor, nn, strided
 from etude.checkpoint.format import DTYPES, safetensors_pieces
 from etude.core import ConfigError, RunFolderError
 from etude.core.files import replacing
-from etude.core.model import clean_state_dict
+from etude.core.model import clean_state_dict, is_divided
 
 
 def save_weights(state: Mapping[str, Any] | nn.Module, path: str | Path) -> Path:
@@ -24,6 +24,8 @@ def save_weights(state: Mapping[str, Any] | nn.Module, path: str | Path) -> Path
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ConfigError(f"{name} is a {type(value).__name__}; plain weights are tensors, so it cannot be saved")
+        if is_divided(value):
+            raise ConfigError(f"{name} is divided over processes; save a checkpoint, and `etude export` it")
         if value.layout is not strided:
             raise ConfigError(f"{name} is a sparse tensor, which safetensors does not hold")
         if value.dtype not in DTYPES:

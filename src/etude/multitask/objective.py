@@ -16,7 +16,7 @@ from etude.core.batch import STREAM, JointBatch, is_empty
 from etude.core.task import LossTerm
 from etude.distributed import World
 from etude.distributed.lockstep import Spare
-from etude.distributed.parallel import idle_output, local_gradients, nothing_of_terms
+from etude.distributed.parallel import idle_output, nothing_of_terms
 from etude.engine.callback_list import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model
@@ -34,8 +34,6 @@ class TaskObjective(Objective):
     """Σ over tasks of weight·sum/count, where not every micro-batch has every task."""
 
     can_defer = False  # counts of tasks are exchanged before their backward passes
-    all_reduces = True
-    """Whether gradients come from one backward pass, which all-reduces them."""
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
@@ -104,12 +102,6 @@ class TaskObjective(Objective):
         """Return an accumulator of per-task gradients of these parameters."""
         return TaskRows(self.names, params, self.parts.world, self.parts.precision)
 
-    def micro_batch(self, place: int) -> Any:
-        """Return the context of a micro-batch."""
-        if self.all_reduces or self.parts.world.size == 1:
-            return super().micro_batch(place)
-        return local_gradients(self.parts.model)
-
     def backward(self, terms: Terms) -> None:
         """Compute the gradients of one micro-batch, which may have no task at all."""
         weighted = self.add(terms)
@@ -120,7 +112,7 @@ class TaskObjective(Objective):
             for rows in self._kept:
                 rows.add(weighted, self.totals)
             self.task_backward(weighted, self.totals)
-        elif self.all_reduces:
+        else:
             self.all_reduce_nothing()
 
     def task_backward(self, weighted: Terms, totals: Counts) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from etude.core import Task
+from etude.core import ConfigError, Task
 from etude.core.arguments import as_whole
+from etude.core.model import is_divided
 from etude.engine.precision import PrecisionName
 from etude.trainer.arguments import as_config, check_model
 from etude.trainer.loaders import Loaders
@@ -31,9 +32,13 @@ def predict(
 
     >>> predict(nn.Linear(4, 3), torch.zeros(10, 4)).shape
     torch.Size([10, 3])
+
+    Raises ConfigError for a model that processes divide: only its Trainer knows which of them have the same samples.
     """
     first = next(check_model(model).parameters(), None)
     where = str(device if device is not None else "cpu" if first is None else first.device)
+    if any(map(is_divided, model.parameters())):
+        raise ConfigError("the model is divided over processes; use `predict` of the Trainer that has divided it")
     size = as_whole("batch_size", batch_size, least=1)
     config = as_config({"batch_size": size, "precision": precision}, device=where, use_amp=None, compile_model=None)
     machine = Machine.from_config(config)

@@ -19,6 +19,7 @@ from etude.core.batch import is_empty
 from etude.core.buffers import probing
 from etude.core.model import unwrap
 from etude.data.sources.adapters import ForeignLoader
+from etude.distributed.world import is_lost_connection
 from etude.engine.evaluation import evaluate
 from etude.trainer.changed_loaders import DeviceLoader
 from etude.trainer.machine import Machine
@@ -82,6 +83,8 @@ def _explained(*, together: bool) -> Iterator[None]:
     except EtudeError:
         raise
     except Exception as error:
+        if is_lost_connection(error):  # the other process reports why
+            raise
         if not together:  # an error in user code, which needs its traceback
             error.add_note(place)
             raise

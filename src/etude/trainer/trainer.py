@@ -159,7 +159,7 @@ class Trainer:
         self.config = as_config(config, device=device, use_amp=use_amp, compile_model=compile_model)
         self.config = recorded_sizes(self.config, output_dir, resume=resume)
         self.machine = Machine.from_config(self.config, world)
-        self.machine.arrange(as_parallel(parallel), model)
+        self.machine.arrange(settings := as_parallel(parallel), model)
         record = model_record(self.model)  # before it is divided, which changes its class
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
@@ -170,6 +170,11 @@ class Trainer:
         own = as_callbacks(callbacks, curriculum, self.config)
         for one in own:
             one.prepare(model)
+        others = {"task": task, "metrics": metrics, "curriculum": curriculum, "callbacks": callbacks, **modalities}
+        chosen = {"optimizer": optimizer, "scheduler": scheduler, "loss": loss, "val_loss": val_loss}
+        loaders = {"train_loader": train_loader, "val_loader": val_loader}
+        given = {**loaders, **chosen, **others, "parallel": settings.model_dump(exclude_defaults=True)}
+        recipe = recipe_of(model, self.config, given) if output_dir is not None and whole_config is None else None
         uses_all = self.task.uses_all_parameters and all(one.uses_all_parameters for one in own)
         self.step = make_step(model, self.task, optimizer, self.config, self.machine, uses_all_parameters=uses_all)
         self.optimizer = self.step.updater.optimizer
@@ -183,10 +188,6 @@ class Trainer:
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
-        others = {"task": task, "metrics": metrics, "curriculum": curriculum, "callbacks": callbacks, **modalities}
-        chosen = {"optimizer": optimizer, "scheduler": scheduler, "loss": loss, "val_loss": val_loss}
-        given = {"train_loader": train_loader, "val_loader": val_loader, **chosen, **others}
-        recipe = recipe_of(model, self.config, given) if output_dir is not None and whole_config is None else None
         self.output = Output(
             output_dir, self.config, self.machine, name, progress, overwrite, resume, whole_config, recipe
         )
