@@ -36,6 +36,7 @@ def test_trials_are_run_folders_whose_settings_and_values_are_in_the_study(etude
     )
     assert done.code == 0, done.err
     assert "5 of 5 trials: 5 complete" in done.out
+    assert "counts as the best" not in done.out
     for trial in trials():
         run = Path("s", f"trial-{trial.number:04d}")
         config = read_config(run)
@@ -218,7 +219,8 @@ def test_failures_after_trials_of_an_earlier_part_that_succeeded_do_not_end_the_
 
 
 def test_a_short_sweep_in_which_everything_fails_is_an_error(etude, points):
-    done = etude("sweep", points, "model.in_features=5,6", "--dir", "s")
+    done = etude("sweep", points, "model.in_features=5,6", "--mode", "max", "--dir", "s")
+    assert "the largest 'val_loss' counts as the best, because mode is max" in done.out
     assert "all trials failed (2)" in done.error
     assert [trial.state for trial in trials()] == [FAIL, FAIL]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.core.errors import ConfigError, RunFolderError, TrainingError
 from etude.core.files import FolderLock, LockHeld
+from etude.core.monitor import odd_mode
 from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
 from etude.sweep.spec import SPEC, SweepSpec, overrides_of, read_document, validated
@@ -86,6 +87,8 @@ def run_sweep(
     folder.begin(spec, config.to_yaml())
     study = folder.study(spec.mode)
     study.pruner = pruner
+    if odd := odd_mode(spec.metric, spec.mode):
+        say(odd)
     say(f"sweep of {config.name}: {spec.num_trials} trials for {spec.metric}; folder {path}")
     return _Sweep(folder, spec, study, config, say).run()
 
