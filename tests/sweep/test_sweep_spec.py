@@ -91,6 +91,15 @@ def test_samplers_say_what_they_need(points, monkeypatch):
         pruner_of(lists)
 
 
+def test_machines_that_share_a_database_do_not_repeat_a_combination(monkeypatch):
+    """Each has a lock of its own: between reading the trials and adding one, others may add theirs."""
+    spec = SweepSpec(experiment="points.yaml", space={"a": [1, True, [2]], "b": [None, 0.5]})
+    study = optuna.create_study()
+    monkeypatch.setattr(study, "get_trials", lambda **_: [])
+    found = [values_of(spec, ask(study, spec).params) for _ in range(6)]
+    assert [(one["a"], one["b"]) for one in found] == [(a, b) for a in (1, True, [2]) for b in (None, 0.5)]
+
+
 @pytest.mark.parametrize("sampler", ["random", pytest.param("gp", marks=pytest.mark.slow)])
 def test_a_study_continued_by_other_processes_asks_for_the_same_trials(points, sampler):
     section = {"name": "gp", "n_startup_trials": 2} if sampler == "gp" else sampler
