@@ -198,6 +198,11 @@ def test_a_mistake_in_a_sweep_file_is_one_line(etude, points, old, new, words):
         (["points.yaml", "optimizer.lrr=0.1,0.2"], "command line: optimizer.lrr: unknown key; did you mean 'lr'?"),
         (["points.yaml", "optimizer.lr="], "has no value"),
         (["points.yaml", "training.seed=1,2", "--seeds", 2], "space.training.seed: with seeds"),
+        (["points.yaml", "optimizer.lr=1,2", "training.checkpoint_dir=/ck"], "checkpoint_dir is /ck, where only one"),
+        (
+            ["points.yaml", "optimizer.lr=1,2", "training.checkpoint_dir=../ck"],
+            "is ../ck, where only one run can save",
+        ),
         (["points.yaml", "=1,2"], "cannot read '=0' as an override"),
         (["pionts.yaml", "optimizer.lr=0.1,0.2"], "did you mean 'points.yaml'?"),
         (["points.yaml", "optimizer.lr=0.1,0.2", "--dir", "points.npz"], "cannot write points.npz"),
