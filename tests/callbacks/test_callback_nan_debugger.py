@@ -10,6 +10,7 @@ from torch import nn
 
 from etude import DataLoader, Trainer
 from etude.callbacks import Callback, NaNDebugger
+from etude.callbacks.nan_search import Search
 from etude.checkpoint import unpack
 from etude.core import ConfigError, TrainingError
 from etude.optim import SAM, SGD
@@ -277,3 +278,113 @@ def test_a_fault_at_the_weights_that_sam_has_moved_is_named():
     (message,) = listener.messages
     assert "second one" in message
     assert "lower rho" in message
+
+
+class Fill(nn.Module):
+    """Spoils samples whose first value says so."""
+
+    def forward(self, hidden, x):
+        return hidden.masked_fill(x[:, :1] == MARK, math.inf)
+
+
+class Masked(nn.Module):
+    """Attention that sees the past only, then a layer that spoils some samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.mark, self.head = Fill(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(4)
+        hidden = self.block(x[:, None].expand(-1, 4, -1), src_mask=mask).mean(1)
+        return self.head(self.mark(hidden, x))
+
+
+def test_an_infinite_mask_is_no_fault():
+    (message,) = found(Masked(), data(bad=[10], value=MARK)).messages
+    assert "mark (Fill) is the first layer" in message
+    assert "index 10 of the data" in message
+
+
+def test_missing_labels_are_no_fault():
+    x, y = data(bad=[10], value=MARK)
+    labels = nn.functional.one_hot(y).float()
+    labels[::3, 1] = math.nan
+    (message,) = found(Net(Divide()), (x, labels), loss="multi_label").messages
+    assert "mark (Divide) is the first layer" in message
+
+
+class Late(nn.Linear):
+    """Replaces what is not finite after it was used: too late for the gradient."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return torch.where(x.isnan(), 0.0, self.weight[0] * x)
+
+
+def test_the_batch_is_named_for_a_loss_or_a_gradient_that_is_not_finite():
+    x, y = data()
+    y = y.float()
+    y[10] = math.nan
+    (message,) = found(Net(), (x, y), loss=lambda output, y: (output.mean(1) - y).square()).messages
+    assert "the batch contains non-finite values (part 1)" in message
+    assert "index 10 of the data" in message
+    model = nn.Sequential(Late(), nn.Linear(4, 3))
+    x, y = data([10])
+    (message,) = found(model, (x, y)).messages
+    assert "the loss is finite, but the gradients are not" in message
+    assert "the batch contains non-finite values (part 0)" in message
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.0, math.nan]))
+
+    def forward(self, x):
+        return torch.where(x[:, :1] == MARK, x * self.scale[1], x)
+
+
+def test_the_buffer_that_is_not_finite():
+    (message,) = found(Net(Scaled()), data(bad=[10], value=MARK)).messages
+    assert "mark (Scaled) is the first layer" in message
+    assert "buffer scale is not finite" in message
+
+
+class Small(Divide):
+    """Has memory for two samples at once, and for none with hooks if it is `poor`."""
+
+    poor = False
+
+    def forward(self, x):
+        if self.training and (len(x) > 2 or (self.poor and self._forward_hooks)):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("poor", [False, True])
+def test_a_step_that_fits_into_memory_only_in_parts(poor):
+    layer = Small()
+    layer.poor = poor
+    model = Net(layer)
+    model.norm = nn.Identity()
+    (message,) = found(model, data(bad=[10], value=MARK), on_out_of_memory="split").messages
+    if poor:
+        assert "more memory than there is" in message
+    else:
+        assert "mark (Small) is the first layer" in message
+        assert "index 10 of the data" in message
+
+
+def test_a_rank_without_samples_has_nothing_to_find():
+    model = Net()
+    trainer = Trainer(model, data(), config={"device": "cpu"}, progress=False)
+    x, y = data(bad=[3])
+    finding = Search(trainer.step).run([(x[:0], y[:0]), (x[:8], y[:8])])
+    assert "part 0" in finding.text
+    assert (finding.micro_batch, finding.rows, finding.sizes) == (1, [3], [0, 8])

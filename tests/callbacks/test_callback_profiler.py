@@ -195,10 +195,15 @@ def test_the_files(tmp_path):
 
 
 def test_a_run_that_is_too_short_says_so(caplog):
-    profiler = Profiler(start=90, steps=30)
+    for start in (120, 90, 70):  # before its first stage, its last step, and the trace
+        caplog.clear()
+        profiler = Profiler(start=start, steps=30)
+        Trainer(net(), data(), config=CONFIG | {"epochs": 2}, callbacks=[profiler], progress=False).train()
+        assert profiler.profile is None
+        assert f"needs {start + 33} steps" in caplog.text
+    profiler = Profiler(start=67, steps=30)
     Trainer(net(), data(), config=CONFIG | {"epochs": 2}, callbacks=[profiler], progress=False).train()
-    assert profiler.profile is None
-    assert "120 steps" in caplog.text
+    assert profiler.profile is not None
 
 
 def test_two_profiles_of_the_same_steps(caplog):
@@ -241,6 +246,14 @@ def test_resumed_before_and_after_the_profiled_steps(tmp_path, caplog):
     (tmp_path / "run/profile/profile.txt").unlink()
     assert run(4, resume=True) is None
     assert "nothing is profiled" in caplog.text
+
+
+def test_resumed_at_the_step_after_which_it_begins(tmp_path, caplog):
+    for epochs in (1, 2):
+        config, profiler = CONFIG | {"epochs": epochs}, Profiler(start=50, steps=5)
+        options = {"progress": False, "output_dir": tmp_path / "run", "resume": epochs == 2}
+        Trainer(net(), data(), config=config, callbacks=[profiler], **options).train()
+    assert "the run continues after step 50, so nothing is profiled" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [{"start": 0}, {"steps": 0}])

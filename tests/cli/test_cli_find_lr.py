@@ -32,6 +32,11 @@ def test_the_command_has_the_other_overrides(etude, config, tmp_path):
     assert etude(*words[1:], rate, "--run-dir", tmp_path / "run", "-q").code == 0
 
 
+def test_the_rate_of_the_training_section_is_replaced(etude, config):
+    found = etude("find-lr", config(), "training.batch_size=32", "training.learning_rate=0.2")
+    assert [one.partition("=")[0] for one in command(found)[3:]] == ["training.batch_size", "optimizer.lr"]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "key"),
     [

@@ -37,6 +37,21 @@ def test_a_profile_of_a_short_experiment(etude, config, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_that_ends_too_early_is_no_interrupt(etude, config, tmp_path):
+    parts = tmp_path / "parts.py"
+    parts.write_text(
+        "from etude import Callback, register\n"
+        "@register('callback', 'enough')\n"
+        "class Enough(Callback):\n"
+        "    def on_step_end(self, report):\n"
+        "        self.control.request_stop('it is enough')\n"
+    )
+    done = etude("profile", config(imports=[str(parts)], callbacks=["enough"]), "--out", tmp_path / "out")
+    assert done.code == 2
+    assert "ended after 1 steps (it is enough), before the profile" in done.error
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_default_folder_and_again_in_the_same_one(etude, config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = config()

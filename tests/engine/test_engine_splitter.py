@@ -151,6 +151,31 @@ def test_metrics_count_every_sample_once():
         assert torch.equal(value, limited[key]), key
 
 
+class Unlucky(Limited):
+    """Runs out of memory in some of its calls."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails, self.calls = fails, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.fail(None) if self.calls in self.fails else self.layers(x)
+
+
+@pytest.mark.parametrize("fails", [(1, 3), (1, 3, 4), (1, 3, 5), (1, 2, 6, 8)])
+def test_metrics_count_every_sample_once_if_later_parts_fail(fails):
+    """Parts of 10 samples: 5 + 5, of which the first is counted, then 3 + 2 + 3 + 2 and so on."""
+    task = SupervisedTask(as_strategy(nn.CrossEntropyLoss()))
+    task.measure(MetricSet.of("accuracy", True))
+    step = make(Unlucky(fails), task, metrics=True)
+    x = torch.randn(10, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = step.model.layers(x).argmax(1)
+    step([(x, torch.where(torch.arange(10) < 4, labels, (labels + 1) % 3))])
+    ((_, counted),) = _tensors(task.measures.state_dict())
+    assert counted.tolist() == [4, 10]
+
+
 def _tensors(tree, path=""):
     if isinstance(tree, torch.Tensor):
         yield path, tree

@@ -9,7 +9,7 @@ from etude.core import ConfigError
 from etude.data import StreamLoader
 from etude.losses import BinaryLoss, ClassificationLoss
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskSpec
-from etude.multitask.weighting import GradNorm, PCGrad, UncertaintyWeighting
+from etude.multitask.weighting import FAMO, GradNorm, PCGrad, UncertaintyWeighting
 
 TASKS = ("kind", "sign")
 
@@ -127,6 +127,40 @@ class Notices(Callback):
     def on_notice(self, message, facts):
         self.layers.append(facts["layer"])
         assert facts["layer"] in message
+
+
+class Unlucky(nn.Linear):
+    """Runs out of memory in some of its calls."""
+
+    fails: tuple[int, ...] = ()
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("rule", [UncertaintyWeighting, GradNorm, PCGrad, FAMO])
+def test_a_step_done_again_in_parts_is_the_whole_step_in_double_precision(rule):
+    def weights(fails):
+        torch.manual_seed(0)
+        trunk = Unlucky(5, 6)
+        trunk.fails = fails
+        heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 2), strict=True)}
+        model = MultiTaskModel(trunk, heads).double()
+        specs = {task: TaskSpec(task, ClassificationLoss(), labels=task) for task in TASKS}
+        x = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        data = {"input": x, "kind": x[:, :3].argmax(1), "sign": (x[:, 4] > 0).long()}
+        config = {"epochs": 2, "on_out_of_memory": "split", "device": "cpu"}
+        run = Trainer(
+            model, DataLoader(data, batch_size=8), task=MultiTask(specs, rule(TASKS)), config=config, progress=False
+        )
+        run.train()
+        return [param.detach() for param in model.parameters()]
+
+    torch.testing.assert_close(weights((1, 3, 4)), weights(()), rtol=1e-5, atol=1e-7)
 
 
 def gradnorm_run(layer, **options):

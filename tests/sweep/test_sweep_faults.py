@@ -136,6 +136,7 @@ def test_trials_of_several_processes(etude, points):
     done = etude("sweep", points, "optimizer.lr=0.01,0.02", "training.epochs=1", "--nproc", 2, "--dir", "s")
     assert done.code == 0, done.err + Path("s/trial-0000/output.txt").read_text()
     assert "2 of 2 trials: 2 complete" in done.out
+    assert "etude train b.yaml --nproc 2\n" in etude("sweep", "best", "s", "--out", "b.yaml").out
 
 
 def test_a_full_disk_stops_the_sweep_and_not_the_trial(etude, points, monkeypatch):

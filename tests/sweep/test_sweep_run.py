@@ -8,8 +8,10 @@ import optuna
 import pytest
 import yaml
 
+from etude.core import ConfigError
 from etude.monitor.reading import read_config
 from etude.sweep import SweepFolder
+from etude.sweep.watch import MetricReader
 
 COMPLETE, PRUNED, FAIL = (
     optuna.trial.TrialState.COMPLETE,
@@ -34,6 +36,7 @@ def test_trials_are_run_folders_whose_settings_and_values_are_in_the_study(etude
     )
     assert done.code == 0, done.err
     assert "5 of 5 trials: 5 complete" in done.out
+    assert "counts as the best" not in done.out
     for trial in trials():
         run = Path("s", f"trial-{trial.number:04d}")
         config = read_config(run)
@@ -90,6 +93,15 @@ def test_a_grid_tries_every_combination_once_in_order(etude, points):
     Path("s").rename("moved")
     again = etude("sweep", "moved", "--trials", 20)  # there are no more combinations
     assert again.out.splitlines()[1] == "8 of 8 trials: 8 complete", again.err
+
+
+def test_a_grid_is_continued_in_its_own_order(etude, points):
+    words = ["optimizer.lr=0.01,0.02", "model.dropout=0.1,0.2"]
+    options = ["training.epochs=1", "--sampler", "grid", "--dir", "s", "--trials"]
+    assert etude("sweep", points, *words, *options, 1).code == 0
+    assert etude("sweep", points, *reversed(words), *options, 4).code == 0
+    found = [(one.params["optimizer.lr"], one.params["model.dropout"]) for one in trials()]
+    assert found == [(0.01, 0.1), (0.01, 0.2), (0.02, 0.1), (0.02, 0.2)]
 
 
 def test_a_sweep_in_two_parts_tries_what_one_in_one_part_does(etude, points):
@@ -160,14 +172,55 @@ def test_a_trial_that_diverges_is_a_failed_one(etude, points):
     assert "finite" in trials()[0].user_attrs["error"]
 
 
+def write(records, path: Path) -> None:
+    path.mkdir()
+    lines = [json.dumps({"split": "val", "epoch": epoch, **one}) + "\n" for epoch, one in enumerate(records)]
+    Path(path, "metrics.jsonl").write_text("".join(lines))
+
+
+def test_values_of_the_last_phase_are_compared(tmp_path):
+    """Losses of different tasks are not comparable, so that the best checkpoint is one of the last phase, too."""
+    run = tmp_path / "run"
+    write([{"val_loss": 3.0, "phase": 1.0}, {"val_loss": 5.0, "phase": 2.0}, {"val_loss": 4.0, "phase": 2.0}], run)
+    reader = MetricReader(run, "val_loss")
+    assert reader.read() == [3.0, 5.0, 4.0]  # what the pruner gets
+    assert reader.comparable == [5.0, 4.0]
+
+
+def test_a_metric_of_a_later_phase_is_waited_for(tmp_path):
+    run = tmp_path / "run"
+    write([{"val_loss": 3.0, "phase": 1.0}], run)
+    reader = MetricReader(run, "val_b/loss")
+    assert reader.read() == []
+    with pytest.raises(ConfigError, match=r"no 'val_b/loss'.*val_loss\)"):
+        reader.refuse()
+    with Path(run, "metrics.jsonl").open("a") as file:
+        file.write('{"split": "val", "val_loss": 4, "val_b/loss": 1.0, "phase": 2.0}\n')
+    assert reader.read() == reader.comparable == [1.0]
+
+
+def test_accuracy_has_two_names(tmp_path):
+    write([{"val_accuracy": 0.5}, {"val_accuracy": 0.7}], tmp_path / "run")
+    assert MetricReader(tmp_path / "run", "val_acc").read() == [0.5, 0.7]
+
+
 def test_a_sweep_in_which_everything_fails_ends(etude, points):
     done = etude("sweep", points, "model.in_features=5,6,7,9,10,11", "--dir", "s")
     assert "the first 3 trials failed" in done.error
     assert len(trials()) == 3
 
 
+def test_failures_after_trials_of_an_earlier_part_that_succeeded_do_not_end_the_sweep(etude, points):
+    words = ["model.in_features=8,5,6,7", "training.epochs=1", "--sampler", "grid", "--dir", "s"]
+    assert etude("sweep", points, *words, "--trials", 1).code == 0
+    done = etude("sweep", "s", "--trials", 4)
+    assert done.code == 0, done.err
+    assert "1 complete, 3 failed" in done.out
+
+
 def test_a_short_sweep_in_which_everything_fails_is_an_error(etude, points):
-    done = etude("sweep", points, "model.in_features=5,6", "--dir", "s")
+    done = etude("sweep", points, "model.in_features=5,6", "--mode", "max", "--dir", "s")
+    assert "the largest 'val_loss' counts as the best, because mode is max" in done.out
     assert "all trials failed (2)" in done.error
     assert [trial.state for trial in trials()] == [FAIL, FAIL]
 

@@ -11,11 +11,13 @@ from hypothesis import given, strategies as st
 from optuna.distributions import FloatDistribution, IntDistribution
 
 from etude.config.overrides import parse_override
+from etude.config.selection import plain
 from etude.core import ConfigError
+from etude.experiment import load_experiment_config
 from etude.sweep.check import check_sweep
 from etude.sweep.launch import devices_of
 from etude.sweep.space import ask, distribution, labels_of, pruner_of, values_of
-from etude.sweep.spec import Range, SweepSpec, candidates, override, read_document, read_spec, validated
+from etude.sweep.spec import Range, SweepSpec, candidates, override, overrides_of, read_document, read_spec, validated
 
 SWEEP = "experiment: points.yaml\nspace:\n  optimizer.lr: {low: 1e-4, high: 1e-1, log: true}\ntrials: 3\n"
 
@@ -87,6 +89,15 @@ def test_samplers_say_what_they_need(points, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     with pytest.raises(ConfigError, match="ranges"):
         pruner_of(lists)
+
+
+def test_machines_that_share_a_database_do_not_repeat_a_combination(monkeypatch):
+    """Each has a lock of its own: between reading the trials and adding one, others may add theirs."""
+    spec = SweepSpec(experiment="points.yaml", space={"a": [1, True, [2]], "b": [None, 0.5]})
+    study = optuna.create_study()
+    monkeypatch.setattr(study, "get_trials", lambda **_: [])
+    found = [values_of(spec, ask(study, spec).params) for _ in range(6)]
+    assert [(one["a"], one["b"]) for one in found] == [(a, b) for a in (1, True, [2]) for b in (None, 0.5)]
 
 
 @pytest.mark.parametrize("sampler", ["random", pytest.param("gp", marks=pytest.mark.slow)])
@@ -186,6 +197,12 @@ def test_a_mistake_in_a_sweep_file_is_one_line(etude, points, old, new, words):
         (["points.yaml", "training.batch_size=8..16:9", "--trials", 3], "step 9 is more than the distance"),
         (["points.yaml", "optimizer.lrr=0.1,0.2"], "command line: optimizer.lrr: unknown key; did you mean 'lr'?"),
         (["points.yaml", "optimizer.lr="], "has no value"),
+        (["points.yaml", "training.seed=1,2", "--seeds", 2], "space.training.seed: with seeds"),
+        (["points.yaml", "optimizer.lr=1,2", "training.checkpoint_dir=/ck"], "checkpoint_dir is /ck, where only one"),
+        (
+            ["points.yaml", "optimizer.lr=1,2", "training.checkpoint_dir=../ck"],
+            "is ../ck, where only one run can save",
+        ),
         (["points.yaml", "=1,2"], "cannot read '=0' as an override"),
         (["pionts.yaml", "optimizer.lr=0.1,0.2"], "did you mean 'points.yaml'?"),
         (["points.yaml", "optimizer.lr=0.1,0.2", "--dir", "points.npz"], "cannot write points.npz"),
@@ -197,6 +214,23 @@ def test_a_mistake_in_a_sweep_file_is_one_line(etude, points, old, new, words):
 )
 def test_a_mistake_on_the_command_line_is_one_line(etude, points, arguments, words):
     assert words in etude("sweep", *arguments).error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["optimizer.lr=0.05", "optimizer={name: sgd},{name: adamw}"],
+        ["optimizer.lr=0.05,0.07", "optimizer=sgd,adamw"],
+        ["optimizer={name: sgd, lr: 1},{name: adamw}", "optimizer.lr=0.05,0.07"],
+    ],
+)
+def test_a_key_of_a_section_that_is_searched_too_is_kept(points, words):
+    """Whatever their order: a section that came after one of its keys would replace it without a word."""
+    spec = read_spec("points.yaml", words)
+    config = load_experiment_config("points.yaml", overrides=overrides_of({**spec.overrides, **spec.first_point()}))
+    assert plain(config.selection("optimizer"))["lr"] == 0.05
+    assert config.selection("optimizer").component.name == "sgd"
+    assert check_sweep(spec, read_document("points.yaml", words)).name == "points"
 
 
 def test_a_file_named_like_a_command_is_reached_by_its_path(etude, points):

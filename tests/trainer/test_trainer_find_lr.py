@@ -1,6 +1,7 @@
 """The range test: it suggests rates that train, says why it cannot, and leaves no trace."""
 
 import math
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -148,6 +149,60 @@ def test_a_split_within_the_test_is_undone():
     trainer = make(Limited(4, 1), config={"on_out_of_memory": "split"})
     assert len(trainer.find_lr(1e-6, 1e-5, steps=STEPS).losses) == STEPS
     assert trainer.step.splitter.size is None
+
+
+def sgd_of(rates):
+    def make_it(params):
+        return torch.optim.SGD(
+            [{"params": [one], "lr": rate} for one, rate in zip(params, rates, strict=True)], lr=0.01
+        )
+
+    return make_it
+
+
+@pytest.mark.parametrize(("rates", "moves"), [((0.0, 0.03), [1]), ((0.03, 0.0), [0]), ((0.0, 0.0), [0, 1])])
+def test_a_group_with_a_rate_of_0_stays_as_it_is(rates, moves):
+    """It is frozen on purpose, unless all are: a scheduler may begin at 0."""
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            self.seen.append((self.weight.sum().item(), self.bias.sum().item()))
+            return super().forward(x)
+
+    model = Watched(4, 1)
+    model.seen = []
+    found = make(model, optimizer=sgd_of(rates)).find_lr(1e-3, 1e-1, STEPS)
+    steps = [[*one] for one in zip(*model.seen[-STEPS:], strict=True)]
+    assert [place for place, values in enumerate(steps) if len(set(values)) > 1] == moves
+    assert found.base == (0.03 if any(rates) else 1.0)
+
+
+def test_a_warm_up_of_the_optimizer_does_not_raise_the_suggestion():
+    """After it, training would have a rate at which the test had never been."""
+    rates, free = [], {"name": "schedule_free_adamw"}
+    for warmup in (0, 1000):
+        trainer = make(linear(), config={"batch_size": 128}, optimizer={**free, "warmup_steps": warmup})
+        before = everything(trainer)
+        rates.append(trainer.find_lr(steps=STEPS).suggestion)
+        after = everything(trainer)
+        assert {key for key in before if before[key] != after.get(key)} == set()
+    assert rates[0] == rates[1] is not None
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "schedule_free_adamw"}, {"config": {"ema": 0.9}}])
+def test_after_training_the_weights_that_are_trained_are_tested(options, tmp_path):
+    trainer = make(linear(), output_dir=tmp_path / "run", **options)
+    trainer.train()
+    before = everything(trainer)
+    found = trainer.find_lr(1e-7, 1e-6, steps=STEPS)
+    after = everything(trainer)
+    assert {key for key in before if before[key] != after.get(key)} == set()
+    again = make(linear(), output_dir=tmp_path / "run", resume=True, **options)
+    assert again.find_lr(1e-7, 1e-6, steps=STEPS).losses == found.losses
+    untested = make(linear(), output_dir=copytree(tmp_path / "run", tmp_path / "copy"), resume=True, **options)
+    for one in (again, untested):
+        one.train(3)
+    assert torch.equal(again.model.weight, untested.model.weight)
 
 
 def test_nothing_is_written_and_callbacks_are_not_called(tmp_path):

@@ -69,6 +69,16 @@ def test_an_error_by_default():
         make(Limited(LIMIT)).train()
 
 
+def test_what_a_split_cannot_avoid_is_not_remedied_by_one():
+    class Fail(Callback):
+        def on_step_end(self, report):
+            raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(TrainingError, match="out of memory on cpu; remedies: ") as failure:
+        make(callbacks=[Fail()], on_out_of_memory="split").train()
+    assert "on_out_of_memory" not in str(failure.value)
+
+
 def test_split_gives_the_same_weights():
     whole, split, given = make(), make(Limited(LIMIT), on_out_of_memory="split"), make(micro_batch_size=4)
     for one in (whole, split, given):

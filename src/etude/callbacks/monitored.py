@@ -8,13 +8,11 @@ from typing import Any, NotRequired
 
 from etude.checkpoint import check_kind, record_of
 from etude.core import TrainingError
-from etude.core.monitor import DEFAULT_MONITOR, Mode, mode_of, odd_mode
+from etude.core.monitor import DEFAULT_MONITOR, OTHER_NAMES, Mode, mode_of, odd_mode
 from etude.core.spelling import suggest
 from etude.engine.callback import Logs, RunInfo
 
 logger = logging.getLogger("etude")
-
-_OTHER_NAMES = {"acc": "accuracy", "val_acc": "val_accuracy", "accuracy": "acc", "val_accuracy": "val_acc"}
 
 _STATE = record_of(
     "Monitored",
@@ -24,7 +22,7 @@ _STATE = record_of(
 
 def with_other_names(logs: Logs) -> dict[str, float]:
     """Return the metrics under their names and aliases: `accuracy` also as `acc`."""
-    return {_OTHER_NAMES[name]: value for name, value in logs.items() if name in _OTHER_NAMES} | dict(logs)
+    return {OTHER_NAMES[name]: value for name, value in logs.items() if name in OTHER_NAMES} | dict(logs)
 
 
 class Monitored:
@@ -75,7 +73,7 @@ class Monitored:
         Raises TrainingError if no metric of that name has ever been reported.
         """
         self._has_asked = True
-        name = self.name if self.name in logs else _OTHER_NAMES.get(self.name, self.name)
+        name = self.name if self.name in logs else OTHER_NAMES.get(self.name, self.name)
         if name in logs:
             self._seen = True
             return logs[name]

@@ -1,6 +1,7 @@
 """Find where non-finite values come from: which samples, which layer, the loss, or the backward pass."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import safetensors.torch
@@ -12,11 +13,12 @@ from etude.checkpoint import pack
 from etude.config.registry import register
 from etude.core import Batch, CheckpointError, StepReport
 from etude.core.arguments import checked
-from etude.core.batch import num_samples, tensors_in, to_device
+from etude.core.batch import tensors_in, to_device
 from etude.core.files import write_bytes
 from etude.core.forms import parts_of
 from etude.data import DataLoader
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
+from etude.engine.explain import is_out_of_memory
 from etude.engine.step import Step
 
 MOST_SHOWN = 10
@@ -85,7 +87,7 @@ class NaNDebugger(Callback):
         if not self._reads:
             self._unread.append((place, report))
         elif report.skipped.item():  # waits for the device, where a step was skipped before
-            finding = Search(step).run(step.batches, self._random)
+            finding = _search(step, step.batches, self._random)
             self._report(step, place, finding, step.batches)
 
     def on_log(self, record: Logs) -> None:
@@ -110,7 +112,7 @@ class NaNDebugger(Callback):
             return
         self._reads = True
         if batches := self._read_again(bad[0], step):
-            finding = Search(step).run(batches)
+            finding = _search(step, batches)
             assert self._run is not None
             if self._run.clock.step != bad[0][0]:
                 finding.text = f"with the weights of step {self._run.clock.step}, {finding.text or 'it is finite'}"
@@ -141,7 +143,7 @@ class NaNDebugger(Callback):
         number, epoch, start, end = place
         text = finding.text or (FINITE_AT_FIRST if step.updater.needs_second_gradient else FINITE)
         scaled = " (with a loss scale a few skipped steps are normal)" * (step.precision.scaler is not None)
-        which = self._samples(step, place, finding, batches)
+        which = self._samples(step, place, finding)
         file = self._write(place, text, batches)
         facts = {"epoch": epoch, "start": start, "end": end, "rows": finding.rows, "file": file}
         self.notify(
@@ -151,13 +153,13 @@ class NaNDebugger(Callback):
             **facts,
         )
 
-    def _samples(self, step: Step, place: Place, finding: Finding, batches: Any) -> str:
+    def _samples(self, step: Step, place: Place, finding: Finding) -> str:
         """Return which samples are affected: their place in the batch, and their index in the data."""
         if not finding.rows:
             return ""
-        micro = f" of micro-batch {finding.micro_batch + 1}" if len(batches) > 1 else ""
+        micro = f" of micro-batch {finding.micro_batch + 1}" if len(finding.sizes) > 1 else ""
         loader = None if self._parts is None else self._parts.train_loader
-        start = place[2] + sum(num_samples(batch) for batch in batches[: finding.micro_batch])
+        start = place[2] + sum(finding.sizes[: finding.micro_batch])
         known = loader.indices(place[1], start) if isinstance(loader, DataLoader) and step.world.size == 1 else None
         shown = finding.rows[:MOST_SHOWN]
         more = f" and {len(finding.rows) - MOST_SHOWN} more" if len(finding.rows) > MOST_SHOWN else ""
@@ -185,6 +187,16 @@ class NaNDebugger(Callback):
             self.notify(f"nan_debugger: cannot write {path}: {error}")
             return ""
         return str(path)
+
+
+def _search(step: Step, batches: Sequence[Batch], random: Random | None = None) -> Finding:
+    """Run a step again; that its memory runs out, since all outputs are kept, must not end the run."""
+    try:
+        return Search(step).run(batches, random)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return Finding("run again, it needs more memory than there is; set a smaller training.micro_batch_size")
 
 
 def _plain(batch: Batch) -> Any:

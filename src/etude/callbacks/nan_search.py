@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, Terms
-from etude.core.batch import num_samples, tensors_in
+from etude.core.batch import is_empty, num_samples, tensors_in
 from etude.core.buffers import BufferGuard
+from etude.core.division import divide
 from etude.core.forms import parts_of
 from etude.core.model import unwrap
 from etude.core.random import rng_state, set_rng_state
@@ -44,10 +45,15 @@ class Finding:
     """Index of the micro-batch."""
     rows: list[int] = field(default_factory=list)
     """The samples of the micro-batch that are affected, if they can be distinguished."""
+    sizes: list[int] = field(default_factory=list)
+    """The samples of every micro-batch."""
 
 
 class Search:
-    """Runs the batches of a step forward and backward, with hooks on every layer."""
+    """Runs the batches of a step forward and backward, with hooks on every layer.
+
+    Infinite masks and NaN in place of missing labels are no fault while what is computed from them is finite.
+    """
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -55,6 +61,10 @@ class Search:
         self._names = {module: name for name, module in self.model.named_modules()}
         self._found = Finding()
         self._batch: Batch = None
+        self._bad_part: tuple[str, list[int]] | None = None
+        """The first part of the batch with non-finite values, and its samples with them."""
+        self._bad_inputs: dict[nn.Module, list[int]] = {}
+        """The samples with non-finite values by layer, for layers whose input has such values."""
         self._seen: list[Tensor] = []
         """Keeps tensors, so that their ids stay theirs."""
         self._users: dict[int, str] = {}
@@ -63,6 +73,8 @@ class Search:
 
     def run(self, batches: Sequence[Batch], random: Random | None = None) -> Finding:
         """Find the first non-finite value of a step with these batches, drawing from `random`."""
+        batches = self._divided(batches)
+        self._found.sizes = [num_samples(batch) for batch in batches]
         with self._without_effect():
             with self._hooks():
                 self._set_random(random)
@@ -72,17 +84,28 @@ class Search:
                 self._found.text = self._in_backward(batches)
         return self._found
 
+    def _divided(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the micro-batches of this rank that fit into memory, without the other ranks."""
+        size, ranks = self.step.splitter.size, self.step.world.size
+        if size is None:
+            return [*batches]
+        most = max(1, size // ranks)
+        return [part for batch in batches for part in divide(batch, -(-num_samples(batch) // most))]
+
     # --- one step
 
     def _step(self, batches: Sequence[Batch]) -> None:
         for place, batch in enumerate(batches):
+            if is_empty(batch):  # the share of this rank
+                continue
             self._batch, self._found.micro_batch = batch, place
             self._see_batch(batch)
-            terms = {} if self._found.text else self._terms(batch)
+            terms = self._terms(batch)
             bad = [name for name, term in terms.items() if not _is_finite(term.sum)]
             if bad and not self._found.text:
-                self._found.text = (
-                    f"the output of the model is finite, but {', '.join(bad)} is not; check the loss and the labels"
+                self._blame_batch_or(
+                    f"the output of the model is finite, but {', '.join(bad)} is not; check the loss and the labels",
+                    [],
                 )
             if self._found.text:
                 return
@@ -114,7 +137,8 @@ class Search:
                     made = f"; {operator[1]} returned NaN{_origin([str(one.message) for one in said])}"
         param = f"; the first parameter with such a gradient is {self._first_param}" * bool(self._first_param)
         what = self._first_gradient or "the gradients are not"
-        return f"the loss is finite, but {what}{param}{made}"
+        batch = "" if self._bad_part is None else f"; the {self._bad_part[0]}"
+        return f"the loss is finite, but {what}{param}{made}{batch}"
 
     # --- hooks
 
@@ -134,22 +158,25 @@ class Search:
                 handle.remove()
 
     def _see_batch(self, batch: Batch) -> None:
-        for name, tensor in _named(batch):
-            if not self._found.text and not _is_finite(tensor):
-                self._found.rows = self._rows(tensor)
-                self._found.text = f"the batch contains non-finite values (part {name or 0})"
+        bad = ((name, tensor) for name, tensor in _named(batch) if not _is_finite(tensor))
+        name, tensor = next(bad, ("", None))
+        said = f"batch contains non-finite values (part {name or 0})"
+        self._bad_part = None if tensor is None else (said, self._rows(tensor))
+
+    def _blame_batch_or(self, text: str, rows: list[int]) -> None:
+        """Report the batch if it contains non-finite values, and else this."""
+        if self._bad_part is not None:
+            text, rows = f"the {self._bad_part[0]}", self._bad_part[1]
+        self._found.text, self._found.rows = text, rows
 
     def _see_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [*tensors_in((args, kwargs))]
         for tensor in tensors:
             self._seen.append(tensor)
             self._users[id(tensor)] = self._name(module)
+        self._bad_inputs.pop(module, None)
         if not self._found.text and (bad := [one for one in tensors if not _is_finite(one)]):
-            self._found.rows = self._rows(bad[0])
-            self._found.text = (
-                f"the input of {self._name(module)} is not finite, although the output of every earlier layer is; "
-                "check the code before it"
-            )
+            self._bad_inputs[module] = self._rows(bad[0])  # by now: a layer may work in place
 
     def _see_output(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
         for tensor in tensors_in(output):
@@ -157,10 +184,19 @@ class Search:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._see_gradient, self._name(module), id(tensor)))
             if not self._found.text and not _is_finite(tensor):
-                own = [name for name, param in module.named_parameters() if not _is_finite(param)]
-                why = f"its parameter {own[0]} is not finite" if own else "its inputs are finite"
-                self._found.rows = [] if own else self._rows(tensor)
-                self._found.text = f"{self._name(module)} is the first layer whose output is not finite; {why}"
+                self._blame(module, tensor)
+
+    def _blame(self, module: nn.Module, output: Tensor) -> None:
+        """Report why the first output that is not finite is not."""
+        own = [f"parameter {name}" for name, param in module.named_parameters() if not _is_finite(param)]
+        if not own and (rows := self._bad_inputs.get(module)) is not None:
+            text = f"the input of {self._name(module)} is not finite, although the output of every earlier layer is; "
+            self._blame_batch_or(f"{text}check the code before it", rows)
+            return
+        own += [f"buffer {name}" for name, buffer in module.named_buffers() if bool(buffer.isnan().any())]
+        why = f"its {own[0]} is not finite" if own else "its inputs are finite"
+        self._found.rows = [] if own else self._rows(output)
+        self._found.text = f"{self._name(module)} is the first layer whose output is not finite; {why}"
 
     def _see_gradient(self, name: str, key: int, gradient: Tensor) -> None:
         if not self._first_gradient and not self._first_param and not _is_finite(gradient):
@@ -205,7 +241,7 @@ class Search:
                     param.grad = gradient
                 buffers.restore(only_changed=True)
                 set_rng_state(random)
-                self._seen, self._users, self._batch = [], {}, None
+                self._seen, self._users, self._bad_inputs, self._batch = [], {}, {}, None
 
     def _set_random(self, random: Random | None) -> None:
         if random is not None:

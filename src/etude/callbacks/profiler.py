@@ -80,7 +80,7 @@ class Profiler(Callback):
         """Wait for step `start`."""
         self._leave()
         self._run, self._notes = run, []
-        if run.is_main and run.clock.step <= self.start:
+        if run.is_main and run.clock.step < self.start:
             self.profile, self._due = None, self.start
         elif run.is_main and self.profile is None and not (resolve(self.folder, run) / TABLE).exists():
             self.notify(f"profiler: the run continues after step {self.start}, so nothing is profiled")
@@ -98,7 +98,9 @@ class Profiler(Callback):
     def on_train_end(self, result: Logs) -> None:
         """Say so if the run was too short."""
         if self._due >= 0:
-            self.notify(f"profiler: the run ended before the profile was complete, which needs {self._due} steps")
+            eager = 0 if self._eager is None else SETTLING + self.steps
+            needed = self.start + self.steps + eager + TRACED
+            self.notify(f"profiler: the run ended before the profile was complete, which needs {needed} steps")
         self._leave()
 
     def on_exception(self, error: BaseException) -> None:

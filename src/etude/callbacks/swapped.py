@@ -1,6 +1,8 @@
 """Weights that differ in training and in evaluation: a base class that swaps them, and optimizers that have both."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from etude.checkpoint import check_kind, record_of
 from etude.checkpoint.saved_tensor import fill, whole
 from etude.checkpoint.trust import check_tensor
-from etude.core import CheckpointError, ConfigError
+from etude.core import CheckpointError, Clock, ConfigError
 from etude.core.model import clean_name, unwrap
 from etude.distributed.shards import model_param
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
@@ -49,6 +51,16 @@ class SwappedWeights(Callback):
                 f"{' and '.join(both)}: a run validates and saves one average of the weights; remove the others (an "
                 "EMA may set validate to false)"
             )
+
+    @contextmanager
+    def trying(self, clock: Clock) -> Iterator[None]:
+        """Try steps with the weights that are trained."""
+        was_swapped = self.is_swapped
+        self.hold(raw=True)
+        try:
+            yield
+        finally:
+            self.hold(raw=not was_swapped)
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Put the trained weights back, if an earlier training left others in the model."""

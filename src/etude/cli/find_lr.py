@@ -49,7 +49,8 @@ def find_lr(
 
 
 def _key(override: str) -> str:
-    return override.partition("=")[0].replace("learning_rate", "lr")
+    key = override.partition("=")[0].strip()
+    return "optimizer.lr" if key == "training.learning_rate" else key.replace("learning_rate", "lr")
 
 
 def _draw(search: "RateSearch", name: str, out: Path | None) -> None:

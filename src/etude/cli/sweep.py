@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -124,7 +125,8 @@ def best(
         from etude.core.errors import ConfigError
 
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
-    print(f"made {out}; train it with: etude train {out}")
+    processes = f" --nproc {spec.nproc}" if spec.nproc > 1 else ""
+    print(f"made {out}; train it with: etude train {quote(str(out))}{processes}")
 
 
 @sweep_app.command("plot")

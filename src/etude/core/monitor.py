@@ -18,6 +18,8 @@ _WORDS: dict[Mode, str] = {
 }
 """Words of metric names that tell what is better."""
 DEFAULT_MONITOR = "val_loss"
+OTHER_NAMES = {"acc": "accuracy", "val_acc": "val_accuracy", "accuracy": "acc", "val_accuracy": "val_acc"}
+"""Metrics that have two names."""
 
 
 def known_mode(name: str) -> Mode | None:

@@ -76,8 +76,10 @@ class MicroBatchSplitter:
             backward(self._known(batches, model))
             return
         rewind, self._measured, self._reached = rewinder(), 0, 0
+        micro_batches = batches
         while True:
-            micro_batches = self._known(batches, model)
+            # parts of the parts: where an attempt has ended, metrics can go on
+            micro_batches = self._known(micro_batches, model)
             is_done = self._attempt(backward, micro_batches)
             largest = max(map(num_samples, micro_batches))
             failed, largest = self.world.host_max([int(not is_done), largest])

@@ -12,9 +12,9 @@ from etude.callbacks.profiler import SETTLING, TRACED, Profiler
 from etude.callbacks.profiling.profile import Profile
 from etude.config import Selection
 from etude.config.registry import Component
-from etude.core import ConfigError
+from etude.core import ConfigError, TrainingError
 from etude.distributed import before_joining
-from etude.engine.callback import Callback, RunInfo, RunParts
+from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.experiment.build import build_trainer
 from etude.experiment.config import ExperimentConfig, load_experiment_config
 from etude.experiment.opened import joined_world
@@ -37,7 +37,8 @@ def profile_experiment(
     """Train an experiment for as many steps as a profile needs; return the profile, and the folder of its files.
 
     `steps` are profiled. The folder is `profiles/EXPERIMENT/TIME` by default. Nothing is validated, callbacks that
-    send metrics elsewhere are left out, and no run folder remains. Raises KeyboardInterrupt if a signal stops it.
+    send metrics elsewhere are left out, and no run folder remains. Raises KeyboardInterrupt if a signal stops it,
+    TrainingError if the run ends before the profile is complete.
     """
     with before_joining():
         config = (
@@ -59,7 +60,13 @@ def profile_experiment(
             say(f"{config.name}: profiling up to {profiler.needed} steps on {trainer.machine.device}")
             trainer.train(_epochs(trainer, profiler.needed))
             if profiler.profile is None:
-                raise KeyboardInterrupt
+                if trainer.was_interrupted:
+                    raise KeyboardInterrupt
+                reason = trainer.callbacks.control.reason
+                raise TrainingError(
+                    f"the run ended after {trainer.state.clock.step} steps{f' ({reason})' * bool(reason)}, before the "
+                    "profile was complete; pass fewer --steps, or remove what ends it"
+                )
             return profiler.profile, path
 
 
@@ -85,6 +92,10 @@ class _OnlyProfile(Profiler):
         """End the run, as if by a signal: it is not complete."""
         super().finish(run)
         self.control.request_stop("profiled", by_signal=True)
+
+    def on_train_end(self, result: Logs) -> None:  # noqa: ARG002
+        """Stop watching: `profile_experiment` says why there is no profile."""
+        self._leave()
 
 
 @contextlib.contextmanager

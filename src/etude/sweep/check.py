@@ -1,6 +1,7 @@
 """Checking a sweep before its first trial: every key and value fits the config of the experiment."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from etude.config import Document
@@ -8,7 +9,8 @@ from etude.config.document import COMMAND_LINE
 from etude.core.errors import ConfigError
 from etude.core.monitor import Mode, mode_of
 from etude.experiment import ExperimentConfig, check_experiment, load_experiment_config
-from etude.sweep.spec import Range, SweepSpec, candidates, override
+from etude.monitor.checkpoint_folder import checkpoint_folder
+from etude.sweep.spec import Range, SweepSpec, candidates, overrides_of
 
 
 def check_sweep(spec: SweepSpec, document: Document) -> ExperimentConfig:
@@ -24,6 +26,12 @@ def check_sweep(spec: SweepSpec, document: Document) -> ExperimentConfig:
             ends = {"low": float(values.low), "high": float(values.high)}
             spec.space[key] = values.model_copy(update=ends)
     check_experiment(configs[-1])
+    folder = base.training.checkpoint_dir
+    if len({checkpoint_folder(Path(run), folder).resolve() for run in ("one", "other")}) == 1:
+        raise ConfigError(
+            f"training.checkpoint_dir is {folder}, where only one run can save; set a relative path, which is inside "
+            "the folder of each trial, or null"
+        )
     return base
 
 
@@ -56,16 +64,10 @@ def judged_by(spec: SweepSpec, config: ExperimentConfig, document: Document) -> 
     return metric, mode_of(metric, spec.mode, document.place("metric"))
 
 
-def fixed_overrides(spec: SweepSpec) -> list[str]:
-    """Return the overrides of all trials."""
-    return [override(key, value) for key, value in spec.overrides.items()]
-
-
 def _load(spec: SweepSpec, point: Mapping[str, Any], document: Document) -> ExperimentConfig:
     """Load the experiment with one point of the space; a mistake names its place in the sweep file."""
     try:
-        overrides = [*fixed_overrides(spec), *(override(key, value) for key, value in point.items())]
-        return load_experiment_config(spec.experiment, overrides=overrides)
+        return load_experiment_config(spec.experiment, overrides=overrides_of({**spec.overrides, **point}))
     except ConfigError as error:
         lines = str(error).splitlines()
         for section, keys in (("space", point), ("overrides", spec.overrides)):

@@ -71,7 +71,8 @@ class SweepFolder:
             raise RunFolderError(f"the trials of {self.path} are in {self.journal_path}; leave out --storage")
         if self.storage is None and not has_journal and any(self.path.glob("trial-*")):
             raise RunFolderError(f"the trials of {self.path} are in a database; pass the same --storage")
-        before, now = self.read().identity(), spec.identity()
+        stored = self.read()
+        before, now = stored.identity(), spec.identity()
         if changed := [key for key in now if now[key] != before[key]]:
             raise RunFolderError(
                 f"{self.path} holds another sweep ({', '.join(changed)} differ); choose another --dir"
@@ -81,6 +82,7 @@ class SweepFolder:
                 f"{spec.experiment} has changed since the sweep in {self.path} began (its config was "
                 f"{self.experiment_path}); choose another --dir"
             )
+        spec.space = {key: spec.space[key] for key in stored.space}  # the order of a grid
 
     @contextmanager
     def locked(self) -> Iterator[None]:

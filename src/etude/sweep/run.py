@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from etude.core.errors import ConfigError, RunFolderError, TrainingError
 from etude.core.files import FolderLock, LockHeld
+from etude.core.monitor import odd_mode
 from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
-from etude.sweep.spec import SPEC, SweepSpec, override, read_document, validated
+from etude.sweep.spec import SPEC, SweepSpec, overrides_of, read_document, validated
 from etude.sweep.trials_file import TrialsFile
 from etude.sweep.watch import RunningTrial
 
@@ -86,6 +87,8 @@ def run_sweep(
     folder.begin(spec, config.to_yaml())
     study = folder.study(spec.mode)
     study.pruner = pruner
+    if odd := odd_mode(spec.metric, spec.mode):
+        say(odd)
     say(f"sweep of {config.name}: {spec.num_trials} trials for {spec.metric}; folder {path}")
     return _Sweep(folder, spec, study, config, say).run()
 
@@ -99,7 +102,6 @@ class _Sweep:
         self.folder, self.spec, self.study, self.config, self.say = folder, spec, study, config, say
         self.running: list[RunningTrial] = []
         self.failures = 0
-        self.has_succeeded = False
         self.trials_file = TrialsFile(folder, spec, study, config.name)
         self.prunes = spec.pruner is not None and spec.pruner.component.name != "none"
         self.num_devices = _num_devices(config.training.device)
@@ -221,7 +223,6 @@ class _Sweep:
             one.process = start_run(self.spec.experiment, overrides, one.run, nproc=self.spec.nproc, devices=devices)
 
     def _overrides(self, one: RunningTrial) -> list[str]:
-        from etude.sweep.check import fixed_overrides
         from etude.sweep.space import values_of
 
         values: dict[str, Any] = {}
@@ -230,8 +231,7 @@ class _Sweep:
         threads = max(1, (os.cpu_count() or 1) // (self.spec.workers * self.spec.nproc))
         if self.spec.workers > 1 and self.config.training.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
             values["training.num_threads"] = threads
-        values |= values_of(self.spec, one.trial.params)
-        return [*fixed_overrides(self.spec), *(override(key, value) for key, value in values.items())]
+        return overrides_of({**self.spec.overrides, **values, **values_of(self.spec, one.trial.params)})
 
     def _look(self, one: RunningTrial) -> None:
         """Report the values of a trial, and what became of it if its process has ended."""
@@ -285,8 +285,8 @@ class _Sweep:
             self.prunes = False
             self.say(f"pruner: a run has one value of {self.spec.metric}, at its end, so no trial can be pruned")
         self.failures += bool(failed)
-        self.has_succeeded |= not failed
-        if self.failures >= MAX_FAILURES and not self.has_succeeded:
+        succeeded = (TrialState.COMPLETE, TrialState.PRUNED)  # also in an earlier part, or in another process
+        if self.failures >= MAX_FAILURES and not any(trial.state in succeeded for trial in self._trials()):
             self._stop()
             raise TrainingError(f"the first {self.failures} trials failed, so the sweep ends; the last: {failed}")
 

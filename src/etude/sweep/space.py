@@ -1,7 +1,6 @@
 """The search space for optuna: distributions, points of a grid, and values back from optuna's parameters."""
 
 import importlib.util
-import itertools
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,11 @@ from optuna.distributions import (
 )
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from etude.config import Selection, build_selection, lookup
 from etude.core.errors import ConfigError
-from etude.sweep.search import NEEDS
+from etude.sweep.search import NEEDS, GridSearch
 from etude.sweep.spec import Range, SweepSpec, text_of
 
 
@@ -49,12 +48,7 @@ def ask(study: Study, spec: SweepSpec) -> Trial:
     The sampler gets a seed for every trial: a continued sweep goes on as if it had not been stopped, and several
     processes do not repeat each other's choices.
     """
-    trials = study.get_trials(deepcopy=False)
-    with _sampling(study, spec, len(trials)):
-        if spec.is_grid and not any(trial.state == TrialState.WAITING for trial in trials):
-            labels = [labels_of(values) for values in spec.space.values() if isinstance(values, list)]
-            point = next(itertools.islice(itertools.product(*labels), len(trials), None))
-            study.enqueue_trial(dict(zip(spec.space, point, strict=True)))
+    with _sampling(study, spec, len(study.get_trials(deepcopy=False))):
         return study.ask({key: distribution(values) for key, values in spec.space.items()})
 
 
@@ -62,7 +56,7 @@ def continued(study: Study, spec: SweepSpec, left: FrozenTrial) -> Trial:
     """Return a trial of another process, with all its values: that process may have been killed while it chose them."""
     trial = Trial(study, left._trial_id)
     with _sampling(study, spec, left.number):
-        for key in spec.space.keys() - left.params.keys():
+        for key in (key for key in spec.space if key not in left.params):
             trial._suggest(key, distribution(spec.space[key]))
     return trial
 
@@ -73,7 +67,9 @@ def _sampling(study: Study, spec: SweepSpec, number: int) -> Iterator[None]:
     seed = random.Random(f"{spec.seed}/{number}").getrandbits(32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of experimental arguments, and of steps that do not end at `high`
-        study.sampler = _built(spec.sampler, "sampler", "grid" if spec.is_grid else "tpe", seed=seed)
+        study.sampler = sampler = _built(spec.sampler, "sampler", "grid" if spec.is_grid else "tpe", seed=seed)
+        if isinstance(sampler, GridSearch):
+            sampler.labels = {key: labels_of(one) for key, one in spec.space.items() if isinstance(one, list)}
         try:
             yield
         except (ValueError, TypeError, ArithmeticError, ImportError) as error:  # arguments that it did not check

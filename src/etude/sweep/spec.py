@@ -90,6 +90,8 @@ class SweepSpec(SectionModel):
                 raise ValueError(f"space.{key}: list different values, found {text_of(values)}")
             if key in self.overrides:
                 raise ValueError(f"'{key}' is in space and in overrides; keep one")
+        if self.seeds > 1 and "training.seed" in self.space:
+            raise ValueError("space.training.seed: with seeds every trial has several of them; remove one of both")
         return self
 
     @property
@@ -139,6 +141,15 @@ def override(key: str, value: Any) -> str:
     ('optimizer.lr=1.0e-05', 'model.hidden=[64, 64]', "model.name='a: b'")
     """
     return f"{key}={text_of(value)}"
+
+
+def overrides_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings in the order in which `etude train` takes all of them: a section replaces its keys before it.
+
+    >>> overrides_of({"optimizer.lr": 0.1, "optimizer": "sgd"})
+    ['optimizer=sgd', 'optimizer.lr=0.1']
+    """
+    return [override(key, settings[key]) for key in sorted(settings, key=lambda key: key.count("."))]
 
 
 def read_spec(source: str, words: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> SweepSpec:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from etude.core.errors import ConfigError
 from etude.core.files import FolderLock
+from etude.core.monitor import OTHER_NAMES
 from etude.core.spelling import printable, suggest
 from etude.monitor.reading import METRICS, RESULT, Follower, read_json
 from etude.sweep.launch import TrialProcess
@@ -13,7 +14,7 @@ from etude.sweep.launch import TrialProcess
 if TYPE_CHECKING:
     from optuna import Trial
 
-_NOT_METRICS = ("step", "epoch", "split", "time", "nonfinite")
+_NOT_METRICS = ("step", "epoch", "split", "time", "nonfinite", "phase")
 
 
 class MetricReader:
@@ -27,6 +28,8 @@ class MetricReader:
     def _begin(self) -> None:
         self._restarts = self._follower.restarts
         self._values: dict[str, list[float]] = {"val": [], "epoch": []}
+        self._phases: dict[str, list[object]] = {"val": [], "epoch": []}
+        """For every value the phase of its run, None if the run has no phases."""
         self.names: dict[str, None] = {}
 
     def read(self) -> list[float]:
@@ -41,10 +44,14 @@ class MetricReader:
 
     def _add(self, split: str, record: dict[str, object]) -> None:
         self.names |= dict.fromkeys(name for name in record if name not in _NOT_METRICS)
-        if self.metric in record:
-            value = record[self.metric]
+        name = self.metric if self.metric in record else OTHER_NAMES.get(self.metric, self.metric)
+        if name in record:
+            value = record[name]
             self._values[split].append(float(value) if isinstance(value, (int, float)) else math.nan)
-        elif split == ("val" if self.metric.startswith("val_") else "epoch") and not self.values:
+            self._phases[split].append(record.get("phase"))
+            return
+        belongs_here = split == ("val" if self.metric.startswith("val_") else "epoch")
+        if belongs_here and not self.values and "phase" not in record:  # a later phase may report it
             self.refuse()
 
     def refuse(self) -> None:
@@ -55,6 +62,12 @@ class MetricReader:
     def values(self) -> list[float]:
         """The values so far."""
         return self._values["val"] or self._values["epoch"]
+
+    @property
+    def comparable(self) -> list[float]:
+        """The values of the last phase: losses of other phases are of other tasks."""
+        phases = self._phases["val"] or self._phases["epoch"]
+        return [value for value, phase in zip(self.values, phases, strict=True) if phase == phases[-1]]
 
 
 class RunningTrial:
@@ -109,9 +122,9 @@ class RunningTrial:
 
     def finish_run(self) -> str:
         """Record the best value of a finished run and go on to the next; return why there is none, or nothing."""
-        if not (values := self.reader.read()):
+        if not self.reader.read():
             self.reader.refuse()
-        finite = [value for value in values if math.isfinite(value)]
+        finite = [value for value in self.reader.comparable if math.isfinite(value)]
         if not finite:
             return f"{self._metric} was never finite"
         self.results.append(self._best(finite))

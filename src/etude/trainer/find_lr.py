@@ -31,11 +31,11 @@ class RateSearch:
     """The losses of a range test by learning rate, and the rates that follow from them."""
 
     rates: list[float]
-    """The rate of the first parameter group in each step."""
+    """The rate of the first parameter group with a rate above 0, in each step."""
     losses: list[float]
     smoothed: list[float]
     base: float
-    """The rate that the optimizer was made with."""
+    """The rate that this group was made with."""
     diverged: bool = False
     """Whether the test ended early because the loss rose."""
     steepest: float | None = field(init=False)
@@ -82,18 +82,23 @@ def range_test(
 ) -> RateSearch:
     """Train `steps` steps with a rate that rises exponentially, and undo them.
 
-    The rates of several parameter groups keep their ratios. It ends early if the loss diverges. Raises ConfigError for
-    impossible limits, TrainingError if already the first loss is not finite.
+    The rates of several parameter groups keep their ratios. A warm-up of the optimizer itself is left out. It ends
+    early if the loss diverges. Raises ConfigError for impossible limits, TrainingError if already the first loss is
+    not finite.
     """
     steps = as_whole("steps", steps, least=FEWEST)
     if not (0 < min_lr < max_lr < math.inf):
         raise ConfigError(f"the rates must satisfy 0 < min < max, found {min_lr:g} and {max_lr:g}")
-    groups, base = step.updater.optimizer.param_groups, base_rate(step)
-    ratios = [_base(group) / base for group in groups]
+    groups = step.updater.optimizer.param_groups
+    made = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    base = next((rate for rate in made if rate > 0), 1.0)
+    ratios = [rate / base for rate in made] if any(made) else [1.0] * len(groups)
     rates = [min_lr * (max_lr / min_lr) ** (place / (steps - 1)) for place in range(steps)]
     curve = _Curve(step.task)
     diverged = False
     with trial(state, step) as run:
+        for group in groups:
+            group |= {"warmup_steps": 0} if "warmup_steps" in group else {}  # of a schedule-free optimizer
         for rate, batches in zip(rates, _batches(loader, accumulator, state), strict=False):
             for group, ratio in zip(groups, ratios, strict=True):
                 _set_rate(group, rate * ratio)
@@ -108,16 +113,6 @@ def range_test(
             f"the loss is not finite in the first step, at a rate of {min_lr:g}: look for NaN in the data or the model"
         )
     return RateSearch(rates[: len(losses)], losses, curve.smooth, base, diverged)
-
-
-def base_rate(step: Step) -> float:
-    """Return the rate that the first parameter group was made with."""
-    return _base(step.updater.optimizer.param_groups[0])
-
-
-def _base(group: dict[str, Any]) -> float:
-    rate = float(group.get("initial_lr", group["lr"]))
-    return rate if rate > 0 else 1.0
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

@@ -160,10 +160,13 @@ class Machine:
         return mode != "off" and not why
 
     @contextmanager
-    def training(self, grad_accum_steps: int = 1, recomputable: nn.Module | None = None) -> Iterator[None]:
+    def training(
+        self, grad_accum_steps: int = 1, recomputable: nn.Module | None = None, *, splits: bool = False
+    ) -> Iterator[None]:
         """Train with this device as the current one; errors of workers, layers or memory get a remedy.
 
-        `recomputable` is a model whose activations might be recomputed to save memory.
+        `recomputable` is a model whose activations might be recomputed to save memory. `splits` says that steps are
+        divided if memory runs out.
         """
 
         def remedies() -> list[str]:
@@ -171,7 +174,8 @@ class Machine:
             if self.batch_size is not None and self.batch_size > 1:
                 halved = f"training.batch_size={self.batch_size // 2} with training.grad_accum_steps"
                 found.append(f"{halved}={grad_accum_steps * 2} (the same result in half the memory)")
-            found.append("training.on_out_of_memory=split (divides batches as needed)")
+            if not splits:
+                found.append("training.on_out_of_memory=split (divides batches as needed)")
             found += self._lower_precision()
             if recomputable is not None and repeated_blocks(recomputable):
                 found.append("training.activation_checkpointing=true (the same result, a third more time)")

@@ -235,7 +235,7 @@ class Trainer:
         recomputable = self.model if self.config.recomputed_blocks is None else None
         with (
             self.output.held(clock, self.config),
-            self.machine.training(accumulated, recomputable),
+            self.machine.training(accumulated, recomputable, splits=self.step.splitter.recovers),
             self.state.random.running(),
             Interrupts(self.output.say) as self._interrupts,
             Watchdog(
@@ -291,7 +291,7 @@ class Trainer:
         if self.machine.layout.sizes.divides_model:
             raise ConfigError("find_lr does not support a model that processes divide; use parallel: ddp for it")
         parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
-        with self.machine.training(), ExitStack() as stack:
+        with self.machine.training(splits=self.step.splitter.recovers), ExitStack() as stack:
             for one in self.callbacks:
                 stack.enter_context(one.trying(self.state.clock))
             return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)

@@ -32,7 +32,7 @@ class VectorAdam(nn.Module):
     @torch.no_grad()
     def step(self, values: Tensor, gradient: Tensor, active: Tensor) -> None:
         """Update the values in place for active tasks; other values and their state do not change."""
-        gradient = gradient + self.weight_decay * values
+        gradient = gradient.to(values.dtype) + self.weight_decay * values  # losses may be float64
         first, second = self.betas
         count = self.count + active
         mean = torch.where(active, self.mean.lerp(gradient, 1 - first), self.mean)
