@@ -37,6 +37,7 @@ from etude.optim.elements import check_elementwise
 from etude.trainer import TrainerConfig
 from etude.trainer.arguments import check_divided
 from etude.trainer.loaders import check_shares, num_batches, planned_steps
+from etude.trainer.machine import Machine
 
 MOST_WORLD = 2**17
 MOST_CHECKED = 2_000_000
@@ -135,7 +136,12 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
         check_elementwise(optimizer)
         check_divided(training, callbacks)
     _measure_model(found, config, model)
-    if (loader := data.loader("train") if isinstance(training.batch_size, int) else None) is not None:
+    if world > 1:
+        Machine("cpu", world=World(size=world)).captures(training.capture)
+    loader = data.loader("train") if training.batch_size != "auto" else None
+    if loader is not None:
+        check_shares(loader, found.sizes.replicas)
+    if loader is not None and isinstance(training.batch_size, int):
         _measure_data(found, loader, training)
         with _tensor_part(found, config, model, data) as part:
             _measure_activations(found, part, loader)
@@ -258,7 +264,6 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
     found.steps_per_epoch = planned_steps(training.model_copy(update={"epochs": 1, "max_steps": None}), batches)
     found.total_steps = planned_steps(training, batches)
     source, world = loader._source, found.sizes.replicas
-    check_shares(loader, world)
     spans = [min(size, loader.epoch_samples)]
     if isinstance(source, StreamBatches):
         spans = [span.stop - span.start for span in source.plan.spans(0, 0)]
