@@ -80,3 +80,9 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if not is_launched():  # it died before
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def accept_interrupts() -> None:
+    """Let SIGINT reach this process: its launcher has blocked it until one line can be said about it."""
+    if is_launched() and hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from typer.testing import CliRunner
 
 from etude.cli.main import app
@@ -151,3 +152,26 @@ def test_the_launcher_says_what_processes_could_not(monkeypatch, codes, first, e
     assert agent.exit_code() == exit_code
     assert len(said) == bool(words)
     assert all(words in one for one in said)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_interrupt_while_a_process_imports_is_one_line(monkeypatch):
+    masks = []
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda *_: masks.append(_blocked()))
+    Agent.__new__(Agent)._start_workers(None)
+    assert signal.SIGINT in masks[0]
+    assert signal.SIGINT not in _blocked()
+
+    def interrupt():
+        """What the launcher passes on waits in the mask that the process inherits."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    env = os.environ | {LAUNCHER: str(os.getpid()), "RANK": "0"}
+    command = [sys.executable, "-m", "etude", "list"]
+    ended = subprocess.run(command, env=env, preexec_fn=interrupt, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "etude: stopped at once\n")
+
+
+def _blocked():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, [])

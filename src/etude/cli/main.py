@@ -26,7 +26,7 @@ from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
 from etude.cli.schedule import schedule_app
 from etude.cli.sweep import sweep_app
-from etude.launched import end_with_launcher
+from etude.launched import accept_interrupts, end_with_launcher
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -65,6 +65,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command."""
         with errors_in_words():
+            accept_interrupts()
             return super().invoke(ctx)
 
 

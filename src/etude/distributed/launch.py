@@ -231,6 +231,16 @@ class Agent(LocalElasticAgent):
         group.master_addr, group.master_port = address, int(port)
         notice_lost_machines()
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the processes with SIGINT blocked, which would show the traceback of an import: they unblock it."""
+        if not hasattr(signal, "pthread_sigmask"):
+            return super()._start_workers(worker_group)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._codes()
         if (self._asked and self._may_go_on(list(codes.values()))) or self._is_explained_soon(list(codes.values())):
