@@ -326,7 +326,7 @@ def weights_that_become_zero() -> None:
 def loaders() -> None:
     """Every way to bring data divides it among the ranks; what cannot be divided is refused."""
     x, y = data()
-    validation = TorchDataLoader(TensorDataset(*data(9)), batch_size=4)
+    validation = list(TorchDataLoader(TensorDataset(*data(9)), batch_size=4))
     results = []
     for source in (
         (x, y),
@@ -364,7 +364,7 @@ def evaluated_by_hand(made: Trainer, validation) -> float:
     made.train()
     with torch.no_grad():
         losses = [nn.functional.cross_entropy(made.model(x), y, reduction="sum") for x, y in validation]
-    return float(torch.stack(losses).sum()) / len(validation.dataset)
+    return float(torch.stack(losses).sum()) / sum(len(y) for _, y in validation)
 
 
 def interrupted_validation() -> None:
