@@ -199,6 +199,17 @@ def test_a_mistake_on_the_command_line_is_one_line(etude, points, arguments, wor
     assert words in etude("sweep", *arguments).error
 
 
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_processes_of_another_launcher_are_refused_once(etude, points, monkeypatch, rank, lines):
+    """Each would try trials of its own, which would join those of the others."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    done = etude("sweep", points, "optimizer.lr=0.1,0.01", "--dir", "s")
+    assert done.code == 2
+    assert done.err.count("without torchrun") == len(done.err.splitlines()) == lines
+    assert not Path("s").exists()
+
+
 def test_a_file_named_like_a_command_is_reached_by_its_path(etude, points):
     Path("status").write_text(Path("points.yaml").read_text())
     assert "nothing to sweep" in etude("sweep", "./status").error
