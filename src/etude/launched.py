@@ -83,6 +83,6 @@ def end_with_launcher() -> None:
 
 
 def accept_interrupts() -> None:
-    """Let SIGINT reach this process: its launcher has blocked it until one line can be said about it."""
+    """Let SIGINT reach this process: its launcher has blocked it, since an import that is interrupted may abort."""
     if is_launched() and hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

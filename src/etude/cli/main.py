@@ -65,7 +65,6 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command."""
         with errors_in_words():
-            accept_interrupts()
             return super().invoke(ctx)
 
 
@@ -83,6 +82,7 @@ def _load(name: str, module: str = "etude.experiment") -> Any:
         if alone:
             gc.freeze()
             gc.enable()
+        accept_interrupts()
 
 
 app = typer.Typer(

@@ -232,7 +232,7 @@ class Agent(LocalElasticAgent):
         notice_lost_machines()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the processes with SIGINT blocked, which would show the traceback of an import: they unblock it."""
+        """Start the processes with SIGINT blocked; they unblock it once they have imported torch."""
         if not hasattr(signal, "pthread_sigmask"):
             return super()._start_workers(worker_group)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

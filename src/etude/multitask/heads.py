@@ -211,7 +211,9 @@ def _pooled_real(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 def fitting(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return hidden states in the dtype of the weights; under autocast torch converts both."""
-    converts = not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type)  # torch knows no meta device there
+    converts = not hidden.is_meta and torch.is_autocast_enabled(
+        hidden.device.type
+    )  # torch knows no meta device there
     return hidden if converts else hidden.to(weight.dtype)
 
 
