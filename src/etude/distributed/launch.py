@@ -233,13 +233,9 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the processes with SIGINT blocked; they unblock it once they have imported torch."""
-        if not hasattr(signal, "pthread_sigmask"):
-            return super()._start_workers(worker_group)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            return super()._start_workers(worker_group)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with _interrupts_blocked():
+            ids: dict[int, Any] = super()._start_workers(worker_group)
+        return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._codes()
@@ -303,8 +299,8 @@ class Agent(LocalElasticAgent):
             if code != ConnectionLost.exit_code:
                 how = "was interrupted" if code == 130 else f"failed with exit code {code}"
                 return f"process {rank} of {size} {how}"
-        for rank, code in sorted(self._codes().items()):
-            if code == 0:
+        for rank, ended in sorted(self._codes().items()):
+            if ended == 0:
                 return f"process {rank} of {size} ended with exit code 0 before the others had finished"
         return "the connection to a process on another machine was lost"
 
@@ -415,6 +411,19 @@ def _environment(options: LaunchOptions, address: str, folder: str) -> Iterator[
         new["GLOO_SOCKET_IFNAME"] = name  # gloo would take what the host name stands for
     with _variables(**new):
         yield
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let SIGINT wait for a while, also in processes that are started meanwhile."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
