@@ -27,6 +27,22 @@ def is_asked_to_stop() -> bool:
     return is_launched() and Path(os.environ[STOP_FILE]).exists()
 
 
+def is_first(name: str) -> bool:
+    """Whether this process is the first one of its machine to ask this: for what only one of them reports.
+
+    Under another launcher than ours it is always the same process.
+    """
+    if not is_launched():
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        Path(os.environ[STOP_FILE]).with_name(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the disk is full: doing it twice is better than not at all
+        return True
+    return True
+
+
 def launch_id() -> str:
     """Return an id of the elastic agent that started this process and may start it again; empty if there is none.
 
@@ -58,7 +74,15 @@ def end_with_launcher() -> None:
         return
     import ctypes
 
+    if not is_launched() and Path("/proc", launcher).exists():  # a command that one of its processes runs
+        return
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it died before
+    if not is_launched():  # it died before
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def accept_interrupts() -> None:
+    """Let SIGINT reach this process: its launcher has blocked it, since an import that is interrupted may abort."""
+    if is_launched() and hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

@@ -6,6 +6,7 @@ import os
 import tempfile
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from etude.distributed.world import run_collective
 from etude.engine.callback import Callback
 from etude.engine.evaluation import evaluate
 from etude.engine.stopping import Interrupted, Interrupts
-from etude.experiment import train_experiment
+from etude.experiment import resume_run, train_experiment
 from etude.metrics.metric_set import MetricSet
 from etude.optim import AdamW, clip_gradients
 from etude.optim.kernels import choose_kernel
@@ -325,7 +326,7 @@ def weights_that_become_zero() -> None:
 def loaders() -> None:
     """Every way to bring data divides it among the ranks; what cannot be divided is refused."""
     x, y = data()
-    validation = TorchDataLoader(TensorDataset(*data(9)), batch_size=4)
+    validation = list(TorchDataLoader(TensorDataset(*data(9)), batch_size=4))
     results = []
     for source in (
         (x, y),
@@ -363,7 +364,7 @@ def evaluated_by_hand(made: Trainer, validation) -> float:
     made.train()
     with torch.no_grad():
         losses = [nn.functional.cross_entropy(made.model(x), y, reduction="sum") for x, y in validation]
-    return float(torch.stack(losses).sum()) / len(validation.dataset)
+    return float(torch.stack(losses).sum()) / sum(len(y) for _, y in validation)
 
 
 def interrupted_validation() -> None:
@@ -588,3 +589,21 @@ def automatic_size_of_two_ranks() -> None:
         made = Trainer(Limited(3 if w.rank else 40), data(30), config=config, progress=False, world=w)
         assert made.config.micro_batch_size == 6, made.config.micro_batch_size
         made.train()
+
+
+def resumed_on_one_machine() -> None:
+    """A launcher starts `train` again, while the script of a machine that comes again has found the run."""
+    folder = os.environ["TOY_FOLDER"]
+    if os.environ["RANK"] == os.environ["TOY_RESUMES"]:
+        outcome = resume_run(folder, progress=False)
+    else:
+        outcome = train_experiment(os.environ["TOY_CONFIG"], run_dir=folder, progress=False)
+    assert outcome.status == "finished"
+
+
+def resumed_elsewhere() -> None:
+    """The run that one process resumes is not that which another one begins."""
+    resumes, config = os.environ["RANK"] == "1", os.environ["TOY_CONFIG"]
+    begin = partial(resume_run, os.environ["TOY_FOLDER"]) if resumes else partial(train_experiment, config)
+    with pytest.raises(ConfigError, match="differ in the run folder"):
+        begin(progress=False)

@@ -11,7 +11,10 @@ import torch.distributed
 from distributed_runs import HERE, TIMEOUT_S
 from test_distributed_launch import end, start
 
+from etude.core.clock import Clock
+from etude.distributed import World
 from etude.distributed.stacks import place_of
+from etude.distributed.watchdog import Report, Watchdog
 from etude.monitor.jsonl import read_jsonl
 from run_files import weights
 
@@ -73,6 +76,19 @@ def test_a_stopped_process(runs, rank):
     folder, ended = runs.train(2, write(runs, callbacks=[{"name": "toy_stop", "step": 5, "rank": rank}]))
     assert_one_message(ended, f"rank {rank} does not respond", "its stack is unknown", stopped=rank)
     assert f"===== rank {1 - rank}" in (folder / "stacks.txt").read_text()
+
+
+@pytest.mark.parametrize("all_wait", [True, False])
+def test_ranks_that_all_wait_do_different_things(all_wait, capsys):
+    """A callback requested a stop on one of them, for example: more time would not help."""
+    reports = {
+        rank: Report(rank, 6, waits=all_wait or rank == 0, may_take_long=False, where="f (x.py:1)", stacks="")
+        for rank in range(2)
+    }
+    message = Watchdog(World(size=2), Clock(), 2.0)._judge(reports)
+    assert ("must do the same on all ranks" in message) == all_wait
+    assert ("raise training.collective_timeout_s" in message) != all_wait
+    capsys.readouterr()  # the stacks
 
 
 def test_a_hung_run_is_resumed(runs):

@@ -94,6 +94,30 @@ def test_with_another_number_of_processes_the_data_goes_on_in_the_same_order(run
         torch.testing.assert_close(load(weights(folder))[name], weight, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_that_resume_go_on_together_with_those_that_train(runs, rank):
+    """So it is on a cluster whose scripts resume a run if there is one, when a machine is lost and comes again."""
+    straight, ended = runs.train(2, runs.write("straight", TRAINING, model=NET))
+    ended.ok()
+    config = runs.write("lost", TRAINING, model=NET, callbacks=["toy_kill"])
+    folder, command = runs.root / "run", ["train", config, "-q", "--run-dir", runs.root / "run"]
+    elastic = {"TORCHELASTIC_RUN_ID": "toy", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert -9 in runs.server.run(2, command, runs.root / "logs", elastic | {"TOY_KILL_AT": "9"}).codes
+    env = elastic | {"TOY_FOLDER": str(folder), "TOY_CONFIG": str(config), "TOY_RESUMES": rank}
+    ended = runs.call(2, "resumed_on_one_machine", env)
+    assert ended.codes == [0, 0], ended
+    assert weights(folder) == weights(straight)
+    assert records(folder) == records(straight)
+
+
+def test_processes_of_different_runs_are_refused(runs):
+    config = runs.write("run", TRAINING | {"epochs": 1})
+    folder, ended = runs.train(2, config)
+    ended.ok()
+    ended = runs.call(2, "resumed_elsewhere", {"TOY_FOLDER": str(folder), "TOY_CONFIG": str(config)})
+    assert ended.codes == [0, 0], ended
+
+
 def test_processes_draw_different_random_numbers(runs):
     """With dropout, two processes are not one twice: the comparison of resumed runs looks at two streams."""
     losses = []

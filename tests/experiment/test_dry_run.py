@@ -147,6 +147,19 @@ def test_a_batch_with_too_few_samples_for_the_processes_is_refused_as_by_trainin
         dry_run(load(parallel=sizes or "ddp"), world)
 
 
+def test_a_schedule_of_batch_sizes_is_refused_as_by_training(load):
+    with pytest.raises(ConfigError, match=r"batch_size 3 .* 4 processes"):
+        dry_run(load(training={"batch_size": {0: 8, 2: 3}}), 4)
+    assert "give a number" in dry_run(load(training={"batch_size": {0: 8, 2: 4}}), 4).warnings[0]
+
+
+def test_captured_steps_of_several_processes_are_refused_as_by_training(load):
+    config = load(training={"capture": "on"})
+    dry_run(config)
+    with pytest.raises(ConfigError, match="there are 2 processes"):
+        dry_run(config, 2)
+
+
 def test_thousands_of_ranks_take_a_moment(load):
     config = load(data={"name": "dry_data", "samples": 1_000_003}, training={"batch_size": 100_000})
     dry_run(config)  # imports

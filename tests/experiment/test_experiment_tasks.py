@@ -4,10 +4,12 @@ import re
 import sys
 
 import pytest
+import torch
 import yaml
 
 from etude.core import ConfigError, EtudeError
 from etude.experiment import build_trainer, experiment_schema, load_config
+from etude.experiment.dry_run import dry_run
 from task_experiment import CODE, EXPERIMENT, FUNCTIONS
 
 
@@ -305,3 +307,23 @@ def test_the_layer_of_gradnorm_is_named_in_the_config(load):
     build_trainer(load(weighting={"name": "gradnorm", "layer": "trunk.mix"}), progress=False)
     with pytest.raises(ConfigError, match=r"weighting\.layer: .*'mixx' .*did you mean 'mix'"):
         build_trainer(load(weighting={"name": "gradnorm", "layer": "mixx"}), progress=False)
+
+
+def test_a_dry_run_counts_the_activations_of_all_tasks(load):
+    """The model takes the heads of the active tasks beside the batch."""
+    config = load()
+    found = dry_run(config)
+    trainer = build_trainer(config, progress=False)
+    own = {one.untyped_storage().data_ptr() for one in trainer.model.state_dict().values()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        output = trainer.task.predict(trainer.model, next(iter(trainer.loaders.train.iterate(0))))
+    assert set(output) >= {"writing"}
+    assert found.activations == sum(size for _, size in kept.values())

@@ -233,6 +233,17 @@ def test_a_key_of_a_section_that_is_searched_too_is_kept(points, words):
     assert check_sweep(spec, read_document("points.yaml", words)).name == "points"
 
 
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_processes_of_another_launcher_are_refused_once(etude, points, monkeypatch, rank, lines):
+    """Each would try trials of its own, which would join those of the others."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    done = etude("sweep", points, "optimizer.lr=0.1,0.01", "--dir", "s")
+    assert done.code == 2
+    assert done.err.count("without torchrun") == len(done.err.splitlines()) == lines
+    assert not Path("s").exists()
+
+
 def test_a_file_named_like_a_command_is_reached_by_its_path(etude, points):
     Path("status").write_text(Path("points.yaml").read_text())
     assert "nothing to sweep" in etude("sweep", "./status").error

@@ -166,6 +166,17 @@ def test_a_torch_loader_that_gives_every_process_everything_is_refused():
     assert len(samples(loaders(TorchDataLoader(dataset, batch_size=2, sampler=sampler), machine=machine).train)) == 6
 
 
+@pytest.mark.parametrize(("size", "rank", "warned"), [(2, 0, True), (2, 1, False), (1, 0, False)])
+def test_a_torch_loader_that_every_process_evaluates_is_warned_of_once(size, rank, warned, caplog):
+    """A confusion matrix has every sample twice."""
+    dataset, machine = TensorDataset(X, Y), Machine("cpu", world=World(rank, size))
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=rank)
+    loaders(None, TorchDataLoader(dataset, batch_size=2, sampler=sampler), machine=machine)
+    assert not caplog.records
+    loaders(None, TorchDataLoader(dataset, batch_size=2), machine=machine)
+    assert ("counts" in caplog.text) == warned
+
+
 def test_fewer_samples_than_processes_in_a_batch_are_refused():
     with pytest.raises(ConfigError, match="batch_size"):
         loaders(DataLoader(X, Y, 2), machine=Machine("cpu", world=World(0, 3)))

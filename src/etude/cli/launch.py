@@ -44,7 +44,7 @@ def launchable(command: Callable[..., None]) -> Callable[..., None]:
     def launched(context: typer.Context, **arguments: Any) -> None:
         options = {name: arguments.pop(name) for name in OPTIONS}
         if arguments.get("dry_run"):
-            arguments["world"] = _world(options) if arguments["world"] is None else arguments["world"]
+            arguments["world"] = _world(options, arguments["world"])
         elif any(one is not None for one in options.values()):
             _launch(options, context.meta[ARGUMENTS])
         command(**arguments)
@@ -58,12 +58,18 @@ def launchable(command: Callable[..., None]) -> Callable[..., None]:
     return launched
 
 
-def _world(options: dict[str, Any]) -> int:
-    """Return how many processes the options start on all machines."""
+def _world(options: dict[str, Any], world: int | None) -> int:
+    """Return how many processes the options of a dry run start on all machines, or `--world`."""
     from etude.distributed.launch import LaunchOptions
 
     asked = LaunchOptions(**options)
-    return asked.processes * asked.nodes[1]
+    if world is None:
+        return asked.processes * asked.nodes[1]
+    if asked.nproc is not None or asked.nnodes is not None:
+        raise typer.BadParameter(
+            "it is the number of all processes; leave out --nproc and --nnodes", param_hint="--world"
+        )
+    return world
 
 
 def _launch(options: dict[str, Any], arguments: list[str]) -> None:

@@ -26,7 +26,7 @@ from etude.cli.profile import profile
 from etude.cli.runs import report, runs_app
 from etude.cli.schedule import schedule_app
 from etude.cli.sweep import sweep_app
-from etude.launched import end_with_launcher
+from etude.launched import accept_interrupts, end_with_launcher
 from etude.lazy import import_room
 
 ROOM_COMMANDS = {"compare": "etude.multitask.compare.command"}
@@ -82,6 +82,7 @@ def _load(name: str, module: str = "etude.experiment") -> Any:
         if alone:
             gc.freeze()
             gc.enable()
+        accept_interrupts()
 
 
 app = typer.Typer(

@@ -214,6 +214,11 @@ class Agent(LocalElasticAgent):
         handlers = {} if context is None else context.subprocess_handlers
         return {rank: handler.proc for rank, handler in handlers.items()}
 
+    def _codes(self) -> dict[int, int | None]:
+        """Return the exit codes of the processes of this machine by rank; None for those that run."""
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return {ranks[local]: process.poll() for local, process in self._processes().items()}
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Agree on ranks, and on a store of this attempt: in that of the last one torch would read old addresses."""
         with _variables(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):  # else torch tells only the first attempt's address
@@ -226,12 +231,17 @@ class Agent(LocalElasticAgent):
         group.master_addr, group.master_port = address, int(port)
         notice_lost_machines()
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the processes with SIGINT blocked; they unblock it once they have imported torch."""
+        with _interrupts_blocked():
+            ids: dict[int, Any] = super()._start_workers(worker_group)
+        return ids
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = {rank: process.poll() for rank, process in self._processes().items()}
+        codes = self._codes()
         if (self._asked and self._may_go_on(list(codes.values()))) or self._is_explained_soon(list(codes.values())):
             return RunResult(state=WorkerState.HEALTHY)
-        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        self._ended = {ranks[rank]: code for rank, code in codes.items() if code}
+        self._ended = {rank: code for rank, code in codes.items() if code}
         self._has_finished = 0 in codes.values()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
@@ -287,7 +297,11 @@ class Agent(LocalElasticAgent):
                 return f"process {rank} of {size} was killed by {signal.Signals(-code).name}{_hint(code)}"
         for rank, code in sorted(self._ended.items()):
             if code != ConnectionLost.exit_code:
-                return f"process {rank} of {size} failed with exit code {code}"
+                how = "was interrupted" if code == 130 else f"failed with exit code {code}"
+                return f"process {rank} of {size} {how}"
+        for rank, ended in sorted(self._codes().items()):
+            if ended == 0:
+                return f"process {rank} of {size} ended with exit code 0 before the others had finished"
         return "the connection to a process on another machine was lost"
 
     def exit_code(self) -> int:
@@ -300,6 +314,8 @@ class Agent(LocalElasticAgent):
                 self._complain("stopped at once; earlier checkpoints are intact")
             return 130 if codes else 0  # it had finished
         if final := codes & set(FINAL):
+            if final == {130} and set(self._codes().values()) - {0, 130}:  # not all have stopped, and said so
+                self._complain(f"{self._words()}; {RESUME}")
             return max(final)
         if not codes:
             return 0
@@ -395,6 +411,19 @@ def _environment(options: LaunchOptions, address: str, folder: str) -> Iterator[
         new["GLOO_SOCKET_IFNAME"] = name  # gloo would take what the host name stands for
     with _variables(**new):
         yield
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let SIGINT wait for a while, also in processes that are started meanwhile."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

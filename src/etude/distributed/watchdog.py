@@ -232,14 +232,15 @@ class Watchdog:
         waiting = [one for one in reports.values() if one.waits]
         if any(one.may_take_long for one in busy) or not waiting:
             return ""
-        if not busy and not absent:
+        all_wait = not busy and not absent
+        if all_wait:
             last = min(one.step for one in waiting)
             busy = [one for one in waiting if one.step == last]
             waiting = [one for one in waiting if one.step != last]
         behind = [self._absent(rank) for rank in absent]
         behind += [f"rank {one.rank} is at step {one.step} in {one.where}" for one in busy]
         others = f"; {_ranks(one.rank for one in waiting)} in {waiting[0].where}" if waiting else ""
-        return f"{self._headline()}: {_few(behind)}{others}; {self._write(reports)}{self._remedy()}"
+        return f"{self._headline()}: {_few(behind)}{others}; {self._write(reports)}{self._remedy(all_wait=all_wait)}"
 
     def _absent(self, rank: int) -> str:
         if (left := self._read(f"left/{rank}", 0.0)) is not None:
@@ -259,9 +260,14 @@ class Watchdog:
         asked = " after a signal to stop" if self._is_stopping else ""
         return f"the {self._world.size} processes made no progress for {self._timeout_s:g} s{asked}"
 
-    def _remedy(self) -> str:
+    def _remedy(self, *, all_wait: bool = False) -> str:
         if self._is_stopping:
             return "; resume from the last checkpoint"
+        if all_wait:
+            return (
+                "; resume from the last checkpoint. All of them wait, for each other or for a device: the loss, and "
+                "callbacks that request a stop, a save or a validation, must do the same on all ranks"
+            )
         return (
             "; resume from the last checkpoint. If this may take so long, raise training.collective_timeout_s, or call "
             "etude.distributed.note_progress() in it now and then"

@@ -26,7 +26,7 @@ from etude.core.errors import ConfigError, ConnectionLost, EtudeError, TrainingE
 from etude.distributed.agreement import check_versions
 from etude.distributed.network import notice_lost_machines
 from etude.distributed.rank_log import RankLog
-from etude.launched import SHAPE, is_launched
+from etude.launched import SHAPE, is_first, is_launched
 
 T = TypeVar("T")
 
@@ -236,9 +236,14 @@ def join_world(device_type: str) -> World:
     Raises ConfigError if the launcher's variables are incomplete, if there are more processes than devices, if the
     group cannot be formed, or if the processes have different versions of the library, torch or Python.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if not given or (given == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"] == "1"):
         return World()
+    if len(given) == 1:  # each process would train alone
+        raise ConfigError(f"of the variables RANK and WORLD_SIZE only {given[0]} is set; {HINT}")
     rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if not 0 <= rank < size:  # the others would wait for it
+        raise ConfigError(f"the variable RANK is {rank}, but WORLD_SIZE is {size}: it must be from 0 to {size - 1}")
     local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
     if size == 1:
         return World(local_rank=local_rank)
@@ -288,11 +293,11 @@ def launched_command(world: World, command: str) -> str:
 
 @contextmanager
 def before_joining() -> Iterator[None]:
-    """Let only one process per machine report an error that all of them find before they have joined."""
+    """Let only one process per machine report an error that all of them may find before they have joined."""
     try:
         yield
     except EtudeError as error:
-        error.reported_elsewhere = os.environ.get("LOCAL_RANK", "0") != "0"
+        error.reported_elsewhere = not is_first("failed")
         raise
 
 

@@ -17,10 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from etude.checkpoint.optimizer_needs import needed_state
 from etude.config import RunDraft
-from etude.core import ConfigError
+from etude.core import ConfigError, Task
 from etude.core.batch import map_tensors
 from etude.core.blocks import modules_matching, repeated_blocks
-from etude.core.model import ModelCall
 from etude.data import DataLoader
 from etude.data.order.permutation import ShuffledOrder
 from etude.data.order.sampler import share
@@ -33,10 +32,12 @@ from etude.distributed.tensor_parallel import divide_layers
 from etude.experiment.build import Data, build_component, build_data, sizes_of
 from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
 from etude.experiment.config import ExperimentConfig
+from etude.losses import SupervisedTask
 from etude.optim.elements import check_elementwise
 from etude.trainer import TrainerConfig
 from etude.trainer.arguments import check_divided
 from etude.trainer.loaders import check_shares, total_steps
+from etude.trainer.machine import Machine
 
 MOST_WORLD = 2**17
 MOST_CHECKED = 2_000_000
@@ -128,17 +129,22 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
     config = replace(config, sections={**config.sections, "training": training})
     optimizer, callbacks = check_experiment(config)
     data = build_data(config, World())
-    model = _meta_model(config, data)
+    model, task = _meta_model(config, data)
     found = DryRun(config.name, world)
     found.sizes = _sizes(found, config.sections["parallel"], model)
     if found.sizes.divides_model:
         check_elementwise(optimizer)
         check_divided(training, callbacks)
     _measure_model(found, config, model)
-    if (loader := data.loader("train") if isinstance(training.batch_size, int) else None) is not None:
+    if world > 1:
+        Machine("cpu", world=World(size=world)).captures(training.capture)
+    loader = data.loader("train") if training.batch_size != "auto" else None
+    if loader is not None:
+        check_shares(loader, found.sizes.replicas)
+    if loader is not None and isinstance(training.batch_size, int):
         _measure_data(found, loader, training)
         with _tensor_part(found, config, model, data) as part:
-            _measure_activations(found, part, loader)
+            _measure_activations(found, part, task, loader)
     elif not isinstance(training.batch_size, int):
         found.no_activations = "training.batch_size is no number"
         found.warnings.append(f"training.batch_size is {training.batch_size}: give a number to see shares and steps")
@@ -160,16 +166,15 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _meta_model(config: ExperimentConfig, data: Data) -> nn.Module:
-    """Return the model with the sizes of the data, without memory for its weights."""
+def _meta_model(config: ExperimentConfig, data: Data) -> tuple[nn.Module, Task]:
+    """Return the model with the sizes of the data, without memory for its weights, and the task that calls it."""
     selection = config.require("model")
     draft = RunDraft(config.sections, config.document, 1, data.splits, data.splits.vocab_size)
     sizes = sizes_of(config, data, draft)
     draft.model = on_meta(partial(build_component, config, "model", selection, **sizes))
     for feature in data.features:
         on_meta(partial(feature.after_model, draft))
-    model: nn.Module = draft.model
-    return model
+    return draft.model, draft.trainer.get("task") or SupervisedTask()
 
 
 def _sizes(found: DryRun, settings: ParallelConfig, model: nn.Module) -> Sizes:
@@ -213,7 +218,7 @@ def _tensor_part(found: DryRun, config: ExperimentConfig, model: nn.Module, data
     if found.sizes.tensor == 1:
         yield model
         return
-    part = _meta_model(config, data)
+    part, _ = _meta_model(config, data)
     with fake_world(found.sizes.tensor):
         divide_layers(part, init_device_mesh("cpu", (found.sizes.tensor,)), config.sections["parallel"].tensor_plan)
         yield part
@@ -257,7 +262,6 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
     found.steps_per_epoch = total_steps(training.model_copy(update={"epochs": 1, "max_steps": None}), loader)
     found.total_steps = total_steps(training, loader)
     source, world = loader._source, found.sizes.replicas
-    check_shares(loader, world)
     spans = [min(size, loader.epoch_samples)]
     if isinstance(source, StreamBatches):
         spans = [span.stop - span.start for span in source.plan.spans(0, 0)]
@@ -311,7 +315,7 @@ def check_order(loader: DataLoader) -> None:
         assert np.bincount(drawn).max() == 1, "a sample is drawn twice"
 
 
-def _measure_activations(found: DryRun, model: nn.Module, loader: DataLoader) -> None:
+def _measure_activations(found: DryRun, model: nn.Module, task: Task, loader: DataLoader) -> None:
     """Count what a forward pass keeps for the backward pass, without memory: shapes are all that is computed."""
     weights = {_local(one).untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
     kept: dict[int, tuple[Tensor, int]] = {}  # keeps the tensors, whose storage might be given to others
@@ -327,7 +331,7 @@ def _measure_activations(found: DryRun, model: nn.Module, loader: DataLoader) ->
         batch = next(iter(loader.shared(world - 1, world).iterate(0)))
         batch = map_tensors(batch, lambda one: one.to("meta"))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-            ModelCall(model)(model, batch)
+            task.predict(model, batch)
     except Exception as error:  # the model needs values, or its device
         found.no_activations = (str(error).splitlines() or [type(error).__name__])[0][:120]
         return

@@ -71,6 +71,9 @@ def train_experiment(
         )
     with joined_world(config.training.device) as world:
         _check_same(world, config)
+        if (mixed := _partly_resumed(world, run_dir, resumes=False)) is not None:
+            mixed.place_checkpoints(config.training.checkpoint_dir)
+            return _continue(config, mixed, world, progress=progress)
         launch = Launch.of(world)
         begun = launch.begun(config, run_dir)
         if begun is not None and world.host_max([int(begun.holds_run)])[0]:
@@ -114,7 +117,24 @@ def resume_run(
     folder.place_checkpoints(config.training.checkpoint_dir)
     with joined_world(config.training.device) as world:
         _check_same(world, config)
+        _partly_resumed(world, folder.path, resumes=True)
         return _continue(config, folder, world, overrides, before=before, progress=progress)
+
+
+def _partly_resumed(world: World, run_dir: str | Path | None, *, resumes: bool) -> RunFolder | None:
+    """Return the folder of a run that some processes resume while others train it; None if all do the same.
+
+    A script that resumes a run if there is one does so on a machine that was lost and comes again, while the launchers
+    of the other machines start `train` again. Raises ConfigError if it is not the same run.
+    """
+    if world.host_max([int(resumes), int(not resumes)]) != [1, 1]:
+        return None
+    path = None if run_dir is None else str(Path(run_dir).resolve())
+    check_same(
+        world, {"the run folder": path}, "some of them resume a run, so all must do so, or train in its folder"
+    )
+    assert path is not None
+    return Launch.of(world).note(RunFolder(path))
 
 
 def _continue(
@@ -134,7 +154,8 @@ def _continue(
         if path := world.share_text(str(found or "")):
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
-        if not is_restart():  # a process may also be lost when the run has finished
+        # a process may also be lost when the run has finished; launchers of different machines count by themselves
+        if not world.host_max([int(is_restart())])[0]:
             _refuse_finished(trainer, folder, overrides)
         return _run(trainer, folder)
 

@@ -212,7 +212,10 @@ def _pooled_real(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 def fitting(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return hidden states in the dtype of the weights; under autocast torch converts both."""
-    return hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(weight.dtype)
+    converts = not hidden.is_meta and torch.is_autocast_enabled(
+        hidden.device.type
+    )  # torch knows no meta device there
+    return hidden if converts else hidden.to(weight.dtype)
 
 
 def linear_layer(in_features: int, out_features: int, *, bias: bool = True) -> nn.Linear:

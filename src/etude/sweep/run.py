@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from etude.core.errors import ConfigError, RunFolderError, TrainingError
 from etude.core.files import FolderLock, LockHeld
 from etude.core.monitor import odd_mode
+from etude.launched import is_first
 from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
 from etude.sweep.spec import SPEC, SweepSpec, overrides_of, read_document, validated
@@ -66,6 +67,12 @@ def run_sweep(
 
     In a script, call it below `if __name__ == "__main__":`, since it starts processes.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # its trials would join each other
+        error = ConfigError(
+            "a sweep starts the processes of its trials by itself, with --nproc; start it without torchrun"
+        )
+        error.reported_elsewhere = not is_first("failed")
+        raise error
     import_optuna()
     is_folder = (Path(source) / SPEC).is_file()
     if is_folder and run_dir is not None:

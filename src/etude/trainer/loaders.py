@@ -331,8 +331,8 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
 
     An etude DataLoader or StreamLoader is divided here. A torch DataLoader must have a distributed sampler:
     ConfigError if all ranks would train on the same batches. Other sources are assumed to be divided already.
-    Validation on undivided batches is still exact, as every rank counts every sample, and so is validation with a
-    DistributedSampler: the samples that it repeats are left out.
+    Averages over undivided validation batches are still exact, as every rank counts every sample, but counts are not,
+    which is a warning. Validation with a DistributedSampler leaves out the samples that it repeats.
     """
     if world.size == 1:
         return source
@@ -340,11 +340,22 @@ def _share(source: Any, world: World, *, training: bool) -> Any:
         return source.shared(world.rank, world.size)
     if isinstance(source, DataLoader):
         return _divided(source, world)
-    if training and isinstance(source, TorchDataLoader) and _gives_all(source, world):
-        raise ConfigError(
-            f"each of the {world.size} processes would train on all batches of this torch DataLoader; pass the "
-            "Dataset itself, an etude DataLoader, or a torch DataLoader with sampler=DistributedSampler(dataset)"
+    if isinstance(source, TorchDataLoader) and _gives_all(source, world):
+        remedy = (
+            "pass the Dataset itself, an etude DataLoader, or a torch DataLoader with "
+            "sampler=DistributedSampler(dataset)"
         )
+        if training:
+            raise ConfigError(
+                f"each of the {world.size} processes would train on all batches of this torch DataLoader; {remedy}"
+            )
+        if world.is_main:
+            logger.warning(
+                "each of the %d processes evaluates all batches of this torch DataLoader: averages are right, but "
+                "counts, such as those of a confusion matrix, are those of all processes; %s",
+                world.size,
+                remedy,
+            )
     return unpadded(source) if isinstance(source, TorchDataLoader) and not training else source
 
 
