@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from batch_classes import Plain, graphs
-from etude.core.batch import DataBatch, inputs_of, padding_mask_of, targets_of
+from etude.core.batch import STREAM, DataBatch, JointBatch, inputs_of, padding_mask_of, targets_of
 from etude.core.errors import TrainingError
 from etude.core.model import ModelCall, unwrap
 
@@ -161,6 +161,12 @@ def test_a_mapping_that_does_not_fit_names_arguments_and_keys():
 def test_what_is_no_batch_is_named(batch, found):
     with pytest.raises(TrainingError, match=f"found {found}$"):
         call(nn.Linear(3, 2), batch)
+
+
+def test_samples_of_several_streams_together_are_for_several_tasks():
+    streams = JointBatch([{"x": X, STREAM: "a"}, {"x": X, STREAM: "b"}])
+    with pytest.raises(TrainingError, match="of several streams"):
+        call(nn.Linear(3, 2), streams)
 
 
 @pytest.mark.parametrize("batch", [graphs([2, 3]), Plain(X, Y), pack_sequence([X])])

@@ -13,7 +13,8 @@ import pytest
 from distributed_runs import TIMEOUT_S, without_announcements
 
 from etude.core.errors import ConfigError, ConnectionLost
-from etude.distributed.launch import LaunchOptions, launch
+from etude.distributed.launch import launch
+from etude.distributed.launch_options import LaunchOptions
 from etude.distributed.network import (
     PEER_TIMEOUT_S,
     interface_of,

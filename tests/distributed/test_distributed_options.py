@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from etude.cli.main import _load, app
 from etude.core.errors import ConfigError
 from etude.distributed import before_joining, join_world
-from etude.distributed.launch import Agent, LaunchOptions
+from etude.distributed.launch import Agent
+from etude.distributed.launch_options import LaunchOptions
 from etude.distributed.settings import ParallelConfig
 from etude.launched import LAUNCHER, STOP_FILE
 
@@ -48,7 +49,7 @@ def test_a_tensor_plan_that_divides_nothing_is_refused(plan):
 
 
 def test_threads_and_words(monkeypatch):
-    monkeypatch.setattr("etude.distributed.launch._cores", lambda: 16)
+    monkeypatch.setattr("etude.distributed.launch_options._cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert LaunchOptions(nproc="4").threads == "4"
     assert LaunchOptions(nproc="32").threads == "1"

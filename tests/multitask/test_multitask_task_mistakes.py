@@ -76,6 +76,7 @@ ONE_LINE = {
         ConfigError,
         "the weighting has the tasks kind, flags, but there are kind, flags, belongs",
     ),
+    "name of a weighting": (lambda: MultiTask(specs(), "pcgrad"), ConfigError, "found 'pcgrad'"),
     "weighting in another order": (
         lambda: MultiTask(specs(), FAMO(["flags", "kind", "belongs"])),
         ConfigError,

@@ -60,7 +60,7 @@ def launchable(command: Callable[..., None]) -> Callable[..., None]:
 
 def _world(options: dict[str, Any], world: int | None) -> int:
     """Return how many processes the options of a dry run start on all machines, or `--world`."""
-    from etude.distributed.launch import LaunchOptions
+    from etude.distributed.launch_options import LaunchOptions
 
     asked = LaunchOptions(**options)
     if world is None:
@@ -78,7 +78,8 @@ def _launch(options: dict[str, Any], arguments: list[str]) -> None:
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch reads it
     from etude.core.errors import ConfigError
-    from etude.distributed.launch import LaunchOptions, launch
+    from etude.distributed.launch import launch
+    from etude.distributed.launch_options import LaunchOptions
     from etude.distributed.network import JOIN_TIMEOUT_S
 
     if "RANK" in os.environ:

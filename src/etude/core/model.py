@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from etude.core.batch import LABEL_KEYS, SETTING_KEYS, Batch, is_next_token, targets_of
+from etude.core.batch import LABEL_KEYS, SETTING_KEYS, Batch, JointBatch, is_next_token, targets_of
 from etude.core.errors import TrainingError
 from etude.core.forms import kind_of
 
@@ -59,6 +59,11 @@ class ModelCall:
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Run `model` (the one passed to the constructor, or a wrapper of it) on the inputs of `batch`."""
         kind = kind_of(batch)
+        if isinstance(batch, JointBatch):
+            raise TrainingError(
+                "a batch with samples of several streams is for several tasks; set `draw` of the streams to alternate, "
+                "or define tasks"
+            )
         if kind == "tuple":
             if 1 <= len(batch) <= 2:
                 return model(batch[0])

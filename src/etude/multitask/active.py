@@ -41,6 +41,8 @@ class ActiveTasks(Task):
         for name, spec in tasks.items():
             check_task(name, spec)
         self.tasks = dict(tasks)
+        if weighting is not None and not isinstance(weighting, Weighting):
+            raise ConfigError(f"weighting must be an object, such as PCGrad({[*tasks]}), found {weighting!r:.60}")
         if weighting is not None and weighting.tasks != tuple(tasks):
             raise ConfigError(
                 f"the weighting has the tasks {', '.join(weighting.tasks)}, but there are {', '.join(tasks)}; "
