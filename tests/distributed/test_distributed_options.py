@@ -1,4 +1,4 @@
-"""The options of `--nproc`, and what its processes know of it: what is refused, who reports, how the end is told."""
+"""The options of `--nproc`, and what its processes know of it: what is refused, who reports, and what the end is reported as."""
 
 import os
 import signal

@@ -95,8 +95,8 @@ def small_weights(model: nn.Module) -> "SmallWeights":
     """Return small weights with the names and numbers of dimensions of the model's, in their order and groups."""
     found = [(name, id(one), _weight_like(one)) for name, one in model.named_parameters()]
     small = {key: one for _, key, one in found}
-    told = model.parameter_groups() if isinstance(model, GroupsParameters) else []
-    groups = [{**group, "params": [small[id(one)] for one in group["params"]]} for group in told]
+    own = model.parameter_groups() if isinstance(model, GroupsParameters) else []
+    groups = [{**group, "params": [small[id(one)] for one in group["params"]]} for group in own]
     outer = frozenset(id(small[key]) for key in outer_params(model))
     return SmallWeights({name: one for name, _, one in found}, groups, outer)
 
