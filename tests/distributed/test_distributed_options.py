@@ -1,4 +1,4 @@
-"""The options of `--nproc`, and what its processes know of it: what is refused, who reports, and what the end is reported as."""
+"""The options of `--nproc`, and what its processes know of it: what is refused, and what is reported at the end."""
 
 import os
 import signal
