@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.table import ROOT, Row, Table, progress, publish, quartiles, read_options, take_device
 from etude.checkpoint import CheckpointManager
 from etude.checkpoint.background import BackgroundWriter
+from etude.checkpoint.contents import Contents
 from etude.distributed import World, join_world
 
 MEGABYTES, ROUNDS = 500, 7
@@ -55,7 +56,7 @@ def alone(megabytes: int, rounds: int, device: torch.device, folder: Path) -> Ta
     times: dict[str, list[float]] = {"at once": [], "in the background": [], "CPU": [], "thread": []}
 
     def start(step: int) -> None:
-        contents = manager.prepare(step, model_state=state, state={}, world=world)
+        contents = Contents.of(state, {}, manager.facts(step, {}, {}), "", world)
         writer.start(contents, lambda copy: manager.write(step, copy, world))
 
     first = timed(lambda: start(0), device)  # allocates the memory of the copy
