@@ -158,6 +158,15 @@ def test_an_optimizer_without_a_rate_is_refused(settings, config):
         )
 
 
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_the_rate_of_a_group_is_a_finite_number_of_at_least_0(rate):
+    """Torch checks that of the optimizer alone."""
+    model = nn.Linear(6, 3)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": rate}]
+    with pytest.raises(ConfigError, match=f"Adamax has {rate} as the learning rate of a parameter group"):
+        Trainer(model, (torch.zeros(4, 6), torch.zeros(4)), optimizer=torch.optim.Adamax(groups))
+
+
 def test_clipping_every_element_of_complex_gradients_is_refused():
     class Net(nn.Module):
         def __init__(self):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -297,6 +298,11 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
             raise ConfigError(
                 f"optimizer {kind.__name__} has {rate!r:.60} as the learning rate of a parameter group, but "
                 "a run logs and schedules a number; set lr"
+            )
+        if isinstance(rate, Real) and not 0 <= float(rate) < math.inf:  # torch checks that of the optimizer alone
+            raise ConfigError(
+                f"optimizer {kind.__name__} has {rate} as the learning rate of a parameter group; set a finite lr of "
+                "at least 0"
             )
     mine = set(map(id, params))
     if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
