@@ -15,6 +15,7 @@ from etude.config.selection import plain
 from etude.core import ConfigError
 from etude.experiment import load_experiment_config
 from etude.sweep.check import check_sweep
+from etude.sweep.folder import SweepFolder
 from etude.sweep.launch import devices_of
 from etude.sweep.space import ask, distribution, labels_of, pruner_of, values_of
 from etude.sweep.spec import Range, SweepSpec, candidates, override, overrides_of, read_document, read_spec, validated
@@ -269,3 +270,19 @@ def test_help_imports_neither_torch_nor_optuna():
 def test_a_step_that_fits_in_spite_of_rounding(low, high, step):
     values = Range(low=low, high=high, step=step)
     assert max(candidates(values)) == high
+
+
+def test_a_database_whose_tables_another_process_makes_meanwhile_is_opened(tmp_path, monkeypatch):
+    create, failures = optuna.create_study, ["table studies already exists"]
+
+    def create_study(**arguments):
+        if failures:
+            raise RuntimeError(failures.pop())
+        return create(**arguments)
+
+    monkeypatch.setattr(optuna, "create_study", create_study)
+    folder = SweepFolder(tmp_path, f"sqlite:///{tmp_path}/all.db")
+    assert folder.study("min").study_name == tmp_path.name
+    failures += ["no such host", "no such host"]
+    with pytest.raises(ConfigError, match="cannot open the study: no such host"):
+        folder.study("min")

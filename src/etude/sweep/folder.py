@@ -97,19 +97,26 @@ class SweepFolder:
             raise RunFolderError(
                 f"{self.path} has no {self.journal_path.name}; pass --storage if the sweep was made with it"
             )
-        try:
-            storage = self.storage or optuna.storages.JournalStorage(self._journal())
-            name = self.path.resolve().name if self.storage else "sweep"
-            if mode is None:
-                study: Study = optuna.load_study(study_name=name, storage=storage)
-            else:
-                study = optuna.create_study(
-                    study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
-                )
-        except Exception as error:  # of optuna, SQLAlchemy or the driver of a database
-            where = "--storage" if self.storage else self.journal_path
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError(f"{where}: cannot open the study: {shorten(lines[0], 200)}") from error
+        # Another process may make the tables of a new database at the same time: they are there the second time.
+        for is_last in (self.storage is None or mode is None, True):
+            try:
+                return self._open(optuna, mode)
+            except Exception as error:  # of optuna, SQLAlchemy or the driver of a database
+                if is_last:
+                    where = "--storage" if self.storage else self.journal_path
+                    lines = str(error).strip().splitlines() or [type(error).__name__]
+                    raise ConfigError(f"{where}: cannot open the study: {shorten(lines[0], 200)}") from error
+        raise AssertionError
+
+    def _open(self, optuna: Any, mode: str | None) -> "Study":
+        storage = self.storage or optuna.storages.JournalStorage(self._journal())
+        name = self.path.resolve().name if self.storage else "sweep"
+        if mode is None:
+            study: Study = optuna.load_study(study_name=name, storage=storage)
+        else:
+            study = optuna.create_study(
+                study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
+            )
         return study
 
     def _journal(self) -> Any:
