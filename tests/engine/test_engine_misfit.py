@@ -194,6 +194,20 @@ def test_memory_and_single_samples_are_explained_elsewhere():
         trainer(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), config={"batch_size": 15}).train()
 
 
+def test_a_lost_process_is_no_mismatch(monkeypatch):
+    """Modules of torch communicate: the connection may be lost while they run."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+    shapes = ValueError("expected 3 values")
+    layer = nn.Linear(6, 3)
+    for error, is_explained in ((shapes, True), (lost, False)):
+        code = compile("def forward(self, x): raise error", nn.modules.linear.__file__, "exec")
+        exec(code, names := {"error": error})
+        monkeypatch.setattr(nn.Linear, "forward", names["forward"])
+        with pytest.raises(type(error)) as caught:
+            layer(X)
+        assert (explain_misfit(caught.value) is not None) == is_explained
+
+
 def test_a_failed_start_leaves_the_folder_free(tmp_path):
     with pytest.raises(DataError):
         trainer(nn.Linear(3, 3), output_dir=tmp_path).train()

@@ -23,6 +23,7 @@ from etude.core import DataError, EtudeError, TrainingError
 from etude.core.batch import targets_of, tensors_in
 from etude.core.spelling import shorten
 from etude.distributed.shards import is_sharded
+from etude.distributed.world import is_lost_connection
 from etude.losses import LossStrategy
 
 P = ParamSpec("P")
@@ -67,6 +68,8 @@ def explain_misfit(error: BaseException) -> str | None:
     """Describe in one line which layer or loss received what, or return None for another kind of error."""
     steps = list(traceback.walk_tb(error.__traceback__))
     if not steps or isinstance(error, torch.OutOfMemoryError) or _OTHERS.search(str(error)):
+        return None
+    if is_lost_connection(error):  # DistributedDataParallel, a torch module, communicates when it is called
         return None
     frames = [frame for frame, _ in steps]
     by_layer = _is_in_torch_nn(frames[-1])
