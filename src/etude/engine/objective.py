@@ -5,13 +5,14 @@ the count over all of them: k micro-batches of b samples are one batch of k·b s
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from etude.core import Batch, Task, Terms, TrainingError
+from etude.core.spans import NOTHING
 from etude.core.task import check_terms
 from etude.distributed import World
 from etude.distributed.parallel import (
@@ -32,8 +33,6 @@ Counts = dict[str, Tensor | float]
 
 SMALLEST_COUNT = 1e-12
 """Replaces a count of 0: sum and gradient are 0 too, so the result is 0 instead of 0/0."""
-
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Objective:
         """Return the context of a micro-batch: the last one of a step all-reduces the gradients."""
         self._is_last = place + 1 == len(self.micro_batches) and self.all_reduces and not self.defers
         if self.parts.world.size == 1 or self._is_last:
-            return _NOTHING
+            return NOTHING
         return local_gradients(self.parts.model)
 
     def backward(self, terms: Terms) -> None:
@@ -129,10 +128,12 @@ class Objective:
             return self.undo_average(1.0)
         if self._single is None:
             raise self.nothing_to_learn()
+        name, count = self._single
+        if self.parts.world.size == 1:
+            return _nonzero(count)
         if (mean := mean_count(self.parts.model)) is not None:  # averaged over ranks like the gradients
             check_gradients(self.parts.model)
             return _nonzero(mean)
-        name, count = self._single
         return self.undo_average(self.over_ranks({name: count})[name])
 
     def after_update(self) -> None:
@@ -235,7 +236,11 @@ class Objective:
                 "the loss does not depend on any parameter that is trained: look for .detach(), .item(), argmax, "
                 "torch.no_grad() or frozen layers between the parameters and the loss"
             )
-        run_backward(self.parts.model, self.parts.precision.scale(loss), self._count)
+        loss = self.parts.precision.scale(loss)
+        if self.parts.world.size == 1:
+            loss.backward()
+        else:
+            run_backward(self.parts.model, loss, self._count)
 
     def totals_of(self, weighted: Terms) -> Counts:
         """Return the counts of all terms over the whole step, once its terms are known."""

@@ -1,7 +1,7 @@
 """Mixed precision: autocast, and the loss scale for float16, kept on the device."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from etude.checkpoint.trust import check_tensor
 from etude.core.errors import CheckpointError, ConfigError
+from etude.core.spans import NOTHING
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,7 +71,7 @@ class MixedPrecision:
         self.name = name
         self.summands = float(max(summands, 1))
         self.scaler = LossScaler(device, loss_scale) if name == "fp16" else None
-        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.autocast: Callable[[], AbstractContextManager[Any]] = lambda: NOTHING
         """Returns the context in which the forward pass and the loss run."""
         if name in _DTYPES:
             dtype = _DTYPES[name]

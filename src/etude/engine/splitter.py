@@ -73,7 +73,7 @@ class MicroBatchSplitter:
     ) -> None:
         """Call `backward` with micro-batches that fit into memory; `undo` is called after an attempt that failed."""
         if not self.recovers or _is_recorded():
-            backward(self._known(batches, model))
+            backward(batches if self.size is None else self._known(batches, model))
             return
         rewind, self._measured, self._reached = rewinder(), 0, 0
         micro_batches = batches

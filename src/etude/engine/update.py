@@ -48,6 +48,8 @@ class Updater:
         self.precision = precision if precision is not None else MixedPrecision("fp32")
         self.params: list[nn.Parameter] = []
         self._rates: list[DeviceRate] = []
+        self._sent: list[DeviceRate] = []
+        """Those that have a tensor on the device."""
         self._names: dict[int, str] = {}
         self._is_sparse = False
         """Whether there have been sparse gradients."""
@@ -77,6 +79,7 @@ class Updater:
         if not self._kernel_divides and self.params[0].is_cuda:
             _keep_counters_on_device(optimizer)
         self._rates = [DeviceRate(optimizer, place) for place in range(len(groups))]
+        self._sent = [rate for rate in self._rates if rate.tensor is not None]
         self._names = rate_names(optimizer)
 
     @property
@@ -105,7 +108,7 @@ class Updater:
         """Copy the learning rates to the device, before the step that uses them."""
         if len(self._rates) != len(self.optimizer.param_groups):  # groups may be added during training
             self._find_groups()
-        for rate in self._rates:
+        for rate in self._sent:
             rate.send()
 
     @property
@@ -177,7 +180,7 @@ class Updater:
         """Return 1.0 if a gradient of this step is not finite, else 0.0."""
         norms = [norm] if self._first_norm is None else [norm, self._first_norm]
         if norm.is_cpu:  # numbers are faster than tensors
-            return self._answers[not all(math.isfinite(one.item()) for one in norms)]
+            return self._answers[not all(map(math.isfinite, map(Tensor.item, norms)))]
         zeros = [one * 0.0 for one in norms]  # inf·0 and nan·0 are nan, which differs from 0
         return (zeros[0] if len(zeros) == 1 else zeros[0] + zeros[1]).ne_(0.0)
 
@@ -246,7 +249,7 @@ class Updater:
 
     def _step(self) -> None:
         """Let the optimizer step with the rates on the device."""
-        for rate in self._rates:
+        for rate in self._sent:
             rate.lend()
         try:
             if is_recorded(self.params[0]):
@@ -255,7 +258,7 @@ class Updater:
             else:
                 take_step(self.optimizer)
         finally:
-            for rate in self._rates:
+            for rate in self._sent:
                 rate.take_back()
 
     def _guarded_step(self, grads: list[Tensor], divisor: Tensor | float, skipped: Tensor) -> None:

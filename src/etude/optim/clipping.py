@@ -33,8 +33,9 @@ def global_norm(grads: list[Tensor]) -> Tensor:
         if grad.dtype is not dtype or grad.get_device() != device:
             return _mixed_norm(grads)
     if first.is_cpu and type(first) is Tensor and sum(map(Tensor.numel, grads)) <= FLAT_NUMEL:
-        values: Tensor = torch._C._nn.flatten_dense_tensors(grads)
-    elif any(map(_is_long, grads)):
+        norm: Tensor = torch.linalg.vector_norm(torch._C._nn.flatten_dense_tensors(grads), dtype=_sum_dtype(dtype))
+        return norm
+    if any(map(_is_long, grads)):
         values = _by_rows(grads)
     else:
         values = torch.stack(torch._foreach_norm(grads, 2.0, _sum_dtype(dtype)))

@@ -20,6 +20,7 @@ from etude.optim.kernels import KernelOptimizer, are_plain, have_one_layout
 _GRAD, _DTYPE, _IS_SPARSE = map(operator.attrgetter, ("grad", "dtype", "is_sparse"))
 _IS_CONTIGUOUS, _STRIDE, _DEVICE = Tensor.is_contiguous, Tensor.stride, Tensor.get_device
 _USUAL = {Tensor, nn.Parameter}
+_item = cache(operator.itemgetter)
 
 
 class DirectStep(KernelOptimizer):
@@ -77,8 +78,11 @@ class DirectStep(KernelOptimizer):
         if not (kinds <= _USUAL or are_plain(kinds)) or any(map(_IS_SPARSE, grads)):
             return None
         found = [*map(self.state.__getitem__, params)]
-        states = [[one.get(name) for one in found] for name in names]
-        if type(None) in {*map(type, chain(*states))}:  # a first step
+        try:
+            states = [[*map(_item(name), found)] for name in names]
+        except KeyError:  # a first step
+            return None
+        if type(None) in {*map(type, chain(*states))}:
             return None
         if (
             len({*map(_DTYPE, params), *map(_DTYPE, grads)}) > 1
@@ -91,7 +95,7 @@ class DirectStep(KernelOptimizer):
             layouts = [*map(_STRIDE, params)]
             if any([*map(_STRIDE, some)] != layouts for some in states if some[0].shape == params[0].shape):
                 self.arrange_states(params)
-                states = [[one[name] for one in found] for name in names]
+                states = [[*map(_item(name), found)] for name in names]
         return [params, grads, *states]
 
 
@@ -104,6 +108,7 @@ def _may_be_direct(group: dict[str, Any], first: Tensor) -> bool:
     return type(lr) is float or (type(lr) is Tensor and lr.is_cuda and _DEVICE(lr) == _DEVICE(first))
 
 
+@cache
 def _is_own(method: Callable[..., Any]) -> bool:
     """Whether a method is one of ours: another one may change what a step gets."""
     return method.__module__.startswith("etude.optim.")

@@ -7,7 +7,7 @@ is already imported; the results are the same.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from etude.core.spans import NOTHING
+
 _TORCH = vars(sys.modules[Optimizer.__module__])
 _MARK = "__dynamo_disable"
 """Attribute in which torch caches the compiler-disabled version of an optimizer's method."""
 _METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 _LAYERS = ("Optimizer.profile_hook_step.<locals>.wrapper", "_use_grad_for_differentiable.<locals>._use_grad")
 """What torch wraps around the `step` of its optimizers: hooks, a profiler label, and the gradient mode."""
-_NOTHING = nullcontext()
 
 
 @contextmanager
@@ -69,7 +70,7 @@ _NO_GRAD = _NoGrad()
 
 def without_grad() -> AbstractContextManager[Any]:
     """Return a context without gradients; it does nothing if they are already disabled."""
-    return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
+    return _NO_GRAD if torch.is_grad_enabled() else NOTHING
 
 
 def take_step(optimizer: Optimizer) -> None:

@@ -169,7 +169,8 @@ class SGD(DirectStep, torch.optim.SGD):
 class _Adam(DirectStep):
     def direct_states(self, group: dict[str, Any]) -> Sequence[str] | None:
         """Return both moments and the counts of steps."""
-        is_usual = not group["amsgrad"] and all(isinstance(beta, float) for beta in group["betas"])
+        beta1, beta2 = group["betas"]
+        is_usual = isinstance(beta1, float) and isinstance(beta2, float) and not group["amsgrad"]
         return ["exp_avg", "exp_avg_sq", "step"] if is_usual else None
 
     def call_kernel(

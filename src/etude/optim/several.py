@@ -53,6 +53,9 @@ class Optimizers(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all optimizers."""
+        if len(self.optimizers) == 1:
+            groups: list[dict[str, Any]] = self.optimizers[0].param_groups
+            return groups
         return [group for one in self.optimizers for group in one.param_groups]
 
     @param_groups.setter
@@ -90,12 +93,13 @@ class Optimizers(Optimizer):
         own = vars(self)
         given = {name: own[name] for name in _OF_KERNELS if name in own}
         for one in self.optimizers:
-            vars(one).update(given)
+            its = vars(one)
+            its.update(given)
             try:
                 take_step(one)
             finally:
                 for name in given:
-                    delattr(one, name)
+                    del its[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""

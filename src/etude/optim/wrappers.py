@@ -22,7 +22,7 @@ Inner = Annotated[Optimizer, Section("optimizer", frozenset({"params"}))]
 
 SLOW, COUNTER = "slow", "lookahead"
 """Keys in the state of the wrapped optimizer: the slow weights of a parameter, and the state of the wrapper."""
-_STATE, _REQUIRES_GRAD = operator.attrgetter("state"), operator.attrgetter("requires_grad")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 SMALLEST_NORM = 1e-12
 """Added to a norm before dividing by it, as in published implementations."""
 
@@ -128,12 +128,15 @@ class Lookahead(Optimizers):
 
     def _is_complete(self) -> bool:
         """Whether the slow weights of all parameters are known, and still those of the optimizers."""
-        return (
-            bool(self._states)
-            and COUNTER in self._states[0]  # somebody may clear the state
-            and all(map(operator.is_, self._states, map(_STATE, self._leaves)))
-            and len(self._slow) == sum([len(group["params"]) for one in self._leaves for group in one.param_groups])
-        )
+        if not self._states or COUNTER not in self._states[0]:  # somebody may clear the state
+            return False
+        number = len(self._slow)
+        for one, state in zip(self._leaves, self._states, strict=True):
+            if one.state is not state:
+                return False
+            for group in one.param_groups:
+                number -= len(group["params"])
+        return number == 0
 
     def _first_weights(self) -> list[tuple[Optimizer, Tensor, Tensor]]:
         """Return copies of the parameters that have their first gradient, with their optimizers."""
