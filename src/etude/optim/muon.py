@@ -188,7 +188,7 @@ def _shares(optimizer: torch.optim.Optimizer, label: str, names: Mapping[int, st
     params = [param for group in optimizer.param_groups for param in group["params"]]
     size = sum(param.numel() for param in params)
     shown = listed([names[id(param)] for param in params], shorten=True)
-    return f"{label} updates {len(params)} tensors ({size:,} weights): {shown}"
+    return f"{label} updates {len(params)} tensor{'s' * (len(params) > 1)} ({size:,} weights): {shown}"
 
 
 def _hidden(given: NamedParams, adamw: str | Sequence[str]) -> set[int]:
