@@ -83,7 +83,7 @@ class RunningTrial:
         self.kills = 0
         """How often its process was killed."""
         self.waits = False
-        """Whether a process of another sweep still writes to its folder."""
+        """Whether an earlier process still writes to its folder."""
         self.reader = MetricReader(runs[0], metric)
         self._reported = dict(trial.study.trials[trial.number].intermediate_values)
 
