@@ -109,7 +109,7 @@ class RunningTrial:
             if number not in self._reported and math.isfinite(value):
                 self._reported[number] = value
                 self.trial.report(value, number)
-                if self._should_prune() and self.process is not None:
+                if self.process is not None and self._should_prune() and not self.is_finished:
                     self.is_pruned = True
                     self.process.terminate()
                     return
