@@ -92,6 +92,23 @@ def test_a_killed_process_of_a_trial_is_started_again(etude, points, same_weight
     same_weights(Path("s/trial-0000"), "optimizer.lr=0.01")
 
 
+def test_trials_outlive_the_process_that_forks_them(etude, points, same_weights):
+    """Its end says nothing about the trials: one that still runs is waited for, and does not count as failed."""
+    Path("hold").touch()
+    sweep = start(points, *SPACE)
+    wait_until(Path("reached").exists, sweep)
+    trial = json.loads(Path("s/trial-0000/status.json").read_text())["pid"]
+    server = int(Path(f"/proc/{trial}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGKILL)
+    assert "trial 0 still runs" in [*zip(range(2), sweep.stdout, strict=False)][1][1]
+    Path("hold").unlink()
+    out, err = sweep.communicate()
+    assert sweep.returncode == 0, err
+    assert "2 of 2 trials: 2 complete" in out
+    assert "resume" not in events(Path("s/trial-0000"))
+    same_weights(Path("s/trial-0000"), "optimizer.lr=0.01")
+
+
 def test_two_processes_share_a_sweep_and_no_trial_runs_twice(etude, points):
     values = ",".join(str(0.01 * number) for number in range(1, 13))
     words = [points, f"optimizer.lr={values}", "training.epochs=2", "--dir", "s", "--workers", 2]

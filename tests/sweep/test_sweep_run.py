@@ -11,7 +11,8 @@ import yaml
 from etude.core import ConfigError
 from etude.monitor.reading import read_config
 from etude.sweep import SweepFolder
-from etude.sweep.watch import MetricReader
+from etude.sweep.launch import TrialProcess
+from etude.sweep.watch import MetricReader, RunningTrial
 
 COMPLETE, PRUNED, FAIL = (
     optuna.trial.TrialState.COMPLETE,
@@ -185,6 +186,25 @@ def test_values_of_the_last_phase_are_compared(tmp_path):
     reader = MetricReader(run, "val_loss")
     assert reader.read() == [3.0, 5.0, 4.0]  # what the pruner gets
     assert reader.comparable == [5.0, 4.0]
+
+
+@pytest.mark.parametrize(("status", "reported"), [("finished", {0: 3.0, 1: 2.0}), ("running", {0: 3.0})])
+def test_only_a_run_that_trains_is_pruned(tmp_path, status, reported):
+    """One that has finished in the meantime is complete, with all of its values."""
+
+    class Stopped(TrialProcess):
+        def terminate(self):
+            (tmp_path / "stopped").touch()
+
+    run = tmp_path / "run"
+    write([{"val_loss": 3.0}, {"val_loss": 2.0}], run)
+    (run / "result.json").write_text(json.dumps({"status": status}))
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1))
+    one = RunningTrial(study.ask(), [run], None, 0, "val_loss", "min")
+    one.process = Stopped(run / "output.txt")
+    one.report()
+    assert study.trials[0].intermediate_values == reported
+    assert one.is_pruned == (tmp_path / "stopped").exists() == (status == "running")
 
 
 def test_a_metric_of_a_later_phase_is_waited_for(tmp_path):

@@ -18,6 +18,8 @@ LOG = "output.txt"
 KILLING = {*signal.Signals} - {signal.SIGINT}
 SIGNALLED = 128
 """Added to the number of a signal, the exit code of a launcher one of whose processes was killed by it."""
+SERVER_LOST = 255
+"""Python's exit code for a fork whose server was killed; the fork itself may still run."""
 
 
 class TrialProcess:
@@ -95,7 +97,8 @@ class _Forked(TrialProcess):
         self.process.start()
 
     def poll(self) -> int | None:
-        return self.process.exitcode
+        code = self.process.exitcode
+        return -signal.SIGKILL if code == SERVER_LOST else code
 
     def terminate(self) -> None:
         self.process.terminate()

@@ -214,16 +214,17 @@ class _Sweep:
             return trial, lock
 
     def _start(self, one: RunningTrial) -> None:
-        """Start the next run of a trial; later, if a process of a killed sweep has not left its folder yet."""
+        """Start the next run of a trial; later, if an earlier process has not left its folder yet."""
         one.run.mkdir(parents=True, exist_ok=True)
         try:
             with FolderLock(one.run / ".lock"):
                 pass
         except LockHeld:
             if not one.waits:
-                self.say(f"trial {one.trial.number} still runs in a process of a killed sweep; waiting for it")
+                self.say(f"trial {one.trial.number} still runs in an earlier process; waiting for it")
             one.waits = True
             return
+        one.waits = False
         if not one.is_finished:
             devices = devices_of(one.slot, self.spec.nproc, self.num_devices)
             overrides = self._overrides(one)
@@ -263,8 +264,10 @@ class _Sweep:
         if one.is_pruned:
             self._end(one)
         elif (code < 0 or code == INTERRUPTED) and one.kills < MAX_KILLS:
-            self.say(f"trial {one.trial.number}: its process was killed; continuing from its last checkpoint")
+            one.process = None
             self._start(one)
+            if not one.waits:
+                self.say(f"trial {one.trial.number}: its process was killed; continuing from its last checkpoint")
         else:
             words = one.last_words(code)
             if os.strerror(errno.ENOSPC) in words or self.folder.is_full():  # not the fault of the trial

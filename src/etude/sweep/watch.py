@@ -83,7 +83,7 @@ class RunningTrial:
         self.kills = 0
         """How often its process was killed."""
         self.waits = False
-        """Whether a process of another sweep still writes to its folder."""
+        """Whether an earlier process still writes to its folder."""
         self.reader = MetricReader(runs[0], metric)
         self._reported = dict(trial.study.trials[trial.number].intermediate_values)
 
@@ -109,7 +109,7 @@ class RunningTrial:
             if number not in self._reported and math.isfinite(value):
                 self._reported[number] = value
                 self.trial.report(value, number)
-                if self._should_prune() and self.process is not None:
+                if self.process is not None and self._should_prune() and not self.is_finished:
                     self.is_pruned = True
                     self.process.terminate()
                     return
