@@ -43,6 +43,13 @@ def test_a_bare_name_is_the_baseline_or_the_only_config() -> None:
         find_config("vision/resnet")
 
 
+def test_a_run_folder_is_no_experiment_but_its_config_is_named(write: Any) -> None:
+    write("runs/mine/config.yaml", "a: 1\n")
+    with pytest.raises(ConfigError, match="runs/mine/config.yaml.*etude resume runs/mine"):
+        find_config("runs/mine/")
+    assert find_config("runs/mine/config.yaml") == Path("runs/mine/config.yaml")
+
+
 def test_it_is_found_from_a_folder_below(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = find_config("lenet5/baseline")
     monkeypatch.chdir("deep/inside")

@@ -122,6 +122,10 @@ def find_config(experiment: str, config_name: str | None = None) -> Path:
     known = dict(list_experiments())
     if name in known:
         return known[name]
+    if config_name is None and is_file(own := path / "config.yaml"):
+        raise ConfigError(
+            f"{path} is a run folder: name its config, {own}, for a new run; continue it with: etude resume {path}"
+        )
     configs = [each for each in known if each.rpartition("/")[0] == name]
     if len(configs) == 1 or f"{name}/{DEFAULT}" in configs:
         return known[configs[0] if len(configs) == 1 else f"{name}/{DEFAULT}"]

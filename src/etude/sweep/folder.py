@@ -70,7 +70,10 @@ class SweepFolder:
         if self.storage is not None and has_journal:
             raise RunFolderError(f"the trials of {self.path} are in {self.journal_path}; leave out --storage")
         if self.storage is None and not has_journal and any(self.path.glob("trial-*")):
-            raise RunFolderError(f"the trials of {self.path} are in a database; pass the same --storage")
+            raise RunFolderError(
+                f"{self.path} has trials but no {self.journal_path.name}: pass the same --storage if they are in a "
+                "database; if the file is lost, choose another --dir"
+            )
         stored = self.read()
         before, now = stored.identity(), spec.identity()
         if changed := [key for key in now if now[key] != before[key]]:
