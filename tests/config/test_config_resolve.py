@@ -45,7 +45,7 @@ def test_a_bare_name_is_the_baseline_or_the_only_config() -> None:
 
 def test_a_run_folder_is_no_experiment_but_its_config_is_named(write: Any) -> None:
     write("runs/mine/config.yaml", "a: 1\n")
-    with pytest.raises(ConfigError, match="runs/mine/config.yaml.*etude resume runs/mine"):
+    with pytest.raises(ConfigError, match=r"runs/mine/config\.yaml.*etude resume runs/mine"):
         find_config("runs/mine/")
     assert find_config("runs/mine/config.yaml") == Path("runs/mine/config.yaml")
 
