@@ -122,6 +122,8 @@ def test_any_class_has_groups_layer_wise_rates_and_decay_of_matrices_only():
         ({"name": "torch.optim.Adamax", "weightdecay": 0.1}, "did you mean 'weight_decay'"),
         ({"name": "torch.optim.Adamax", "lr": "fast"}, "optimizer.lr"),
         ({"name": "torch.optim.Adamax", "lr": -1.0}, "Invalid learning rate"),
+        ({"name": "torch.optim.AdamW", "foreach": True, "fused": True}, "foreach"),
+        ({"name": "torch.optim.AdamW", "differentiable": True}, "differentiable"),
     ],
 )
 def test_mistakes_are_one_line(section, words):

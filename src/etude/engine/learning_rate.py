@@ -121,7 +121,7 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _factor(schedule: Schedule, step: int) -> Any:
     factor: Any = schedule(step)
-    if isinstance(factor, Tensor):  # reading it would synchronise
+    if isinstance(factor, Tensor) and not factor.is_cpu:  # reading it would synchronise
         return factor
     if not _is_factor(factor):
         raise TrainingError(

@@ -293,6 +293,10 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
             f"optimizer {kind.__name__} needs a closure that computes the loss several times per step, "
             "which is not supported; use another one, such as 'adamw'"
         )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer {kind.__name__} has differentiable=True, with which only a loop of your own can step; remove it"
+        )
     for rate in (group.get("lr") for group in optimizer.param_groups):
         if not isinstance(rate, (Real, Tensor)):
             raise ConfigError(
