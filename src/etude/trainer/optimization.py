@@ -76,6 +76,8 @@ def make_step(
         machine.place(model, config)
         optimizer, shards = _divide(model, task, optimizer, machine)
         made = make_optimizer(optimizer, model, config, shards)
+        if machine.device.type == "cpu" and any(group.get("capturable") for group in made.param_groups):
+            raise ConfigError("the optimizer has capturable=True, which a run sets itself on a GPU; remove it")
         task.extend(made)
         wrapped = model
         if machine.world.size > 1:
