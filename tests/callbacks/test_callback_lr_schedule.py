@@ -104,6 +104,16 @@ def test_another_optimizer_is_refused(tmp_path):
         LRSchedule(lr_scheduler.StepLR(optimizer(), 1)).on_train_begin(Life(tmp_path).run_info())
 
 
+def test_a_scheduler_that_is_shorter_than_the_run_is_named():
+    one = optimizer()
+    schedule = LRSchedule(lr_scheduler.OneCycleLR(one, 1.0, total_steps=2), interval="step")
+    for _ in range(2):
+        one.step()
+        schedule.on_step_end(report())
+    with pytest.raises(TrainingError, match="OneCycleLR"):
+        schedule.on_step_end(report())
+
+
 def test_mistakes_in_arguments():
     plateau, step = lr_scheduler.ReduceLROnPlateau(optimizer()), lr_scheduler.StepLR(optimizer(), 1)
     for arguments in ({}, {"monitor": "loss", "interval": "step"}):

@@ -74,6 +74,19 @@ def test_continuing_equals_never_stopping(name: str, tmp_path: Path) -> None:
     assert_continues(name, tmp_path, "cpu")
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "sgd" not in name and name != "adagrad"])
+def test_steps_counted_on_a_gpu_continue_on_a_cpu(name: str) -> None:
+    model, optimizer = build(name)
+    train(model, optimizer, range(3))
+    for group in optimizer.param_groups:
+        group["capturable"] = True  # as a run on a GPU sets it
+    tree = optimizer_state(optimizer, model)
+    other = OPTIMIZERS[name](model.parameters())
+    load_optimizer_state(other, model, tree)
+    train(model, other, range(3, 5))
+    assert {float(state["step"]) for state in other.state.values()} == {5.0}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_continuing_equals_never_stopping_on_a_gpu(name: str, tmp_path: Path) -> None:

@@ -37,12 +37,17 @@ def test_the_data_is_not_needed_where_the_length_is_known(etude, config, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"batch_size": 8}, {"batch_size": {0: 8, 1: 16}, "grad_accum_steps": {0: 1, 2: 2}}]
+    "settings",
+    [
+        {"batch_size": 8},
+        {"batch_size": {0: 8, 1: 16}, "grad_accum_steps": {0: 1, 2: 2}},
+        {"freeze": "*.bias", "unfreeze": {1: "*.bias"}},
+    ],
 )
-def test_the_curves_are_the_rates_of_the_run(config, sizes):
+def test_the_curves_are_the_rates_of_the_run(config, settings):
     from etude.experiment import build_trainer, load_config, schedule_curves
 
-    loaded = load_config(experiment(config, training={"epochs": 3, "device": "cpu", **sizes}))
+    loaded = load_config(experiment(config, training={"epochs": 3, "device": "cpu", **settings}))
     curves, depends = schedule_curves(loaded)
     assert not depends
     trainer = build_trainer(loaded, progress=False)

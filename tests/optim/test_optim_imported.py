@@ -122,11 +122,14 @@ def test_any_class_has_groups_layer_wise_rates_and_decay_of_matrices_only():
         ({"name": "torch.optim.Adamax", "weightdecay": 0.1}, "did you mean 'weight_decay'"),
         ({"name": "torch.optim.Adamax", "lr": "fast"}, "optimizer.lr"),
         ({"name": "torch.optim.Adamax", "lr": -1.0}, "Invalid learning rate"),
+        ({"name": "torch.optim.AdamW", "foreach": True, "fused": True}, "foreach"),
+        ({"name": "torch.optim.AdamW", "differentiable": True}, "differentiable"),
+        ({"name": "torch.optim.AdamW", "capturable": True}, "capturable"),
     ],
 )
 def test_mistakes_are_one_line(section, words):
     with pytest.raises(ConfigError, match=words) as found:
-        trained(section)
+        trained(section, device="cpu")
     assert len(str(found.value).splitlines()) == 1
 
 

@@ -11,6 +11,7 @@ from etude.callbacks.reduce_on_plateau import plateau
 from etude.core import ConfigError, TrainingError
 from etude.engine.learning_rate import LearningRate
 from etude.optim import (
+    SAM,
     SGD,
     AdamW,
     RMSprop,
@@ -129,6 +130,7 @@ def test_only_settings_that_differ_from_the_last_step_have_changed():
         (adamw, lambda: per_group({"bias": by_setting(weight_decay=cosine(9))}), "group 'bias' must be a single one"),
         (adamw, lambda: per_group({"bias": cosine(9)}, default=per_group({"head": cosine(9)})), "must be a single"),
         (lambda: SGD(model(), lr=1), lambda: by_setting(beta1=cosine(9)), "beta1, which SGD does not have"),
+        (lambda: SAM(SGD(model(), lr=1)), lambda: by_setting(beta1=cosine(9)), "beta1, which SGD does not have"),
         (lambda: SGD(model(), lr=1), lambda: by_setting(momentum=cosine(9)), "momentum, which is 0; set optimizer"),
         (lambda: RMSprop(model()), lambda: by_setting(weight_decay=cosine(9)), "weight_decay, which is 0"),
         (adamw, lambda: one_cycle(9, base_momentum=0.8), "base_momentum and max_momentum need cycle_momentum"),

@@ -80,7 +80,7 @@ def test_a_wrong_call_inside_a_model_keeps_its_traceback():
     assert not isinstance(caught.value, EtudeError)
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf, -0.5, None, "1"])
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -0.5, None, "1", torch.tensor(math.nan), torch.tensor(-0.5)])
 def test_a_schedule_that_gives_no_factor_is_named_with_its_step(factor):
     before = make_trainer(scheduler=lambda step: 1.0, config={"max_steps": 4})
     before.train()

@@ -114,7 +114,14 @@ class LRSchedule(Callback):
         if self._counts:
             self.scheduler.step_update(self._clock.step)
         elif self.interval == "step":
+            self._advance()
+
+    def _advance(self) -> None:
+        try:
             self.scheduler.step()
+        except ValueError as error:  # OneCycleLR ends
+            name = type(self.scheduler).__name__
+            raise TrainingError(f"LRSchedule: {name}: {error}; make it as long as the run") from error
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Set the rate of the next epoch."""
@@ -123,7 +130,7 @@ class LRSchedule(Callback):
         elif self.interval == "step":
             return
         elif self.monitored is None:
-            self.scheduler.step()
+            self._advance()
         elif (value := self.monitored.value(logs)) is not None:
             self.scheduler.step(value)
 

@@ -123,8 +123,14 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: Mapping[s
             **other,
             "state": {**_copy(tree["shared"]), **{index_of[name]: value for name, value in state.items()}},
             "param_groups": [
-                # Settings that the saved state lacks keep their current value.
-                {**own, **_settings(saved["settings"]), "params": [index_of[name] for name in names]}
+                # Settings that the saved state lacks keep their current value, and so does where steps are counted: a
+                # run on a GPU counts them there, which torch refuses on a CPU.
+                {
+                    **own,
+                    **_settings(saved["settings"]),
+                    **{key: own[key] for key in ("capturable",) if key in own},
+                    "params": [index_of[name] for name in names],
+                }
                 for own, saved, names in zip(settings, _saved_groups(groups, tree), groups, strict=True)
             ],
         }

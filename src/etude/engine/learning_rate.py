@@ -9,6 +9,7 @@ from torch import Tensor
 
 from etude.core import TrainingError
 from etude.optim.scheduled import Schedule, Schedules, Setting, has_setting, set_setting, setting_of
+from etude.optim.several import optimizers_in
 
 
 class LearningRate:
@@ -38,7 +39,8 @@ class LearningRate:
         self._which: list[int] = []
         """Which of them each group has."""
         if schedule is not None and self.optimizer is not None:
-            self._plan.check(self.optimizer.param_groups, type(self.optimizer).__name__)
+            names = [type(one).__name__ for one in optimizers_in(self.optimizer)]
+            self._plan.check(self.optimizer.param_groups, " + ".join(dict.fromkeys(names)))
         self.loaded()
 
     def set(self, step: int) -> Sequence[str]:
@@ -121,7 +123,7 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _factor(schedule: Schedule, step: int) -> Any:
     factor: Any = schedule(step)
-    if isinstance(factor, Tensor):  # reading it would synchronise
+    if isinstance(factor, Tensor) and not factor.is_cpu:  # reading it would synchronise
         return factor
     if not _is_factor(factor):
         raise TrainingError(

@@ -67,10 +67,11 @@ def check_experiment(config: ExperimentConfig) -> tuple[torch.optim.Optimizer, C
     for one in listed:
         one.check_installed()
         one.prepare(model)
-    listed.bind(RunParts(model, task))
     if (blocks := config.training.recomputed_blocks) is not None:
         recompute_activations(model, **blocks)
+    # As in a run before callbacks are bound: parameters that are unfrozen later are in the optimizer from the start.
     optimizer = small_optimizer(config, small_weights(model))
+    listed.bind(RunParts(model, task))
     if (scheduler := config.selection("scheduler")) is not None:
         # A run has at most `max_steps`; otherwise its length depends on the data.
         schedule = _build(config, "scheduler", scheduler, total_steps=config.training.max_steps or _MANY_STEPS)

@@ -68,7 +68,10 @@ def _factory(cls: type[Optimizer]) -> Callable[..., Optimizer]:
         for name in given.keys() - taken.keys():  # a class may take any name
             if near := did_you_mean(name, taken):
                 raise ConfigError(f"{cls.__name__} has no argument '{name}'{near}")
-        return cls(list(params), **given)
+        try:
+            return cls(list(params), **given)
+        except RuntimeError as error:  # torch's for arguments that contradict each other
+            raise ConfigError(f"{cls.__name__}: {error}") from error
 
     function: Any = make
     first, *shared, _ = inspect.signature(make).parameters.values()

@@ -76,6 +76,8 @@ def make_step(
         machine.place(model, config)
         optimizer, shards = _divide(model, task, optimizer, machine)
         made = make_optimizer(optimizer, model, config, shards)
+        if machine.device.type == "cpu" and any(group.get("capturable") for group in made.param_groups):
+            raise ConfigError("the optimizer has capturable=True, which a run sets itself on a GPU; remove it")
         task.extend(made)
         wrapped = model
         if machine.world.size > 1:
@@ -292,6 +294,10 @@ def check_optimizer(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
         raise ConfigError(
             f"optimizer {kind.__name__} needs a closure that computes the loss several times per step, "
             "which is not supported; use another one, such as 'adamw'"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer {kind.__name__} has differentiable=True, with which only a loop of your own can step; remove it"
         )
     for rate in (group.get("lr") for group in optimizer.param_groups):
         if not isinstance(rate, (Real, Tensor)):
