@@ -27,7 +27,7 @@ class HasTensorPlan(Protocol):
 def divide_layers(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = None) -> None:
     """Divide the layers of a model over a mesh; raise ConfigError if there is no plan or it does not fit."""
     plan = plan if plan is not None else plan_of(model, mesh.size())
-    tied = _tied(model)
+    tied = tied_names(model)
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         found = [name for name, one in model.named_modules() if fnmatchcase(name, pattern) and _is_layer(one)]
@@ -90,7 +90,7 @@ def _style(style: str, module: nn.Module, name: str) -> ParallelStyle:
     return ColwiseParallel() if style == "colwise" else RowwiseParallel()
 
 
-def _tied(model: nn.Module) -> dict[str, list[str]]:
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """Return parameters with several names: the first name, and the others."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
