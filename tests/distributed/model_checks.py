@@ -301,6 +301,10 @@ def first_rank_without_samples() -> None:
     leave_world()
 
 
+def make_odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 15), nn.Linear(15, 3))
+
+
 def what_is_not_divided() -> None:
     """What would be trained wrongly is refused."""
     bias = nn.Parameter(torch.zeros(3))
@@ -321,6 +325,8 @@ def what_is_not_divided() -> None:
         trained(Complex, points(), parallel="fsdp")
     with pytest.raises(TrainingError, match="different losses for the same samples"):
         trained(make_even, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
+    with pytest.raises(ConfigError, match="15 inputs of the layer '1'"):
+        trained(make_odd, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise", "1": "rowwise"}})
     with pytest.raises(DataError, match=r"layer '2'.*parallel\.tensor_plan divides it"):
         trained(make_mlp, points(), parallel={"tensor": 2, "tensor_plan": {"*": "colwise"}})
 

@@ -33,7 +33,8 @@ def divide_layers(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = 
         found = [name for name, one in model.named_modules() if fnmatchcase(name, pattern) and _is_layer(one)]
         if not found:
             raise ConfigError(f"the tensor plan divides '{pattern}', which is no layer of {type(model).__name__}")
-        styles |= {name: _style(style, model.get_submodule(name), name) for name in found if style != "replicated"}
+        layers = {name: model.get_submodule(name) for name in found if style != "replicated"}
+        styles |= {name: _style(style, layer, name, mesh.size()) for name, layer in layers.items()}
     parallelize_module(model, mesh, styles)
     # Of a layer that does not fit, torch prints a traceback beside the error that it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -80,11 +81,15 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding))
 
 
-def _style(style: str, module: nn.Module, name: str) -> ParallelStyle:
+def _style(style: str, module: nn.Module, name: str, size: int) -> ParallelStyle:
     if isinstance(module, nn.Embedding):
         if style != "rowwise":
             raise ConfigError(f"the tensor plan divides the embedding '{name}' {style}; only rowwise is supported")
         return RowwiseParallel(input_layouts=Replicate())
+    if style == "rowwise" and (inputs := int(module.in_features)) % size:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"parallel.tensor is {size}, which does not divide the {inputs} inputs of the layer '{name}'"
+        )
     if style == "colwise_gathered":
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel() if style == "colwise" else RowwiseParallel()
