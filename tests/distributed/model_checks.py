@@ -326,9 +326,13 @@ def what_is_not_divided() -> None:
     with pytest.raises(TrainingError, match="different losses for the same samples"):
         trained(make_even, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
     with pytest.raises(ConfigError, match="15 inputs of the layer '1'"):
-        trained(make_odd, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise", "1": "rowwise"}})
+        trained(make_odd, points(), parallel={"tensor": 2, "tensor_plan": {"1": "rowwise"}})
+    with pytest.raises(ConfigError, match="15 outputs of the layer '0'"):
+        trained(make_odd, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
+    with pytest.raises(ConfigError, match="no module matches 'layers'"):
+        trained(Tied, points(), parallel={"shard": 2, "blocks": "layers"})
     with pytest.raises(DataError, match=r"layer '2'.*parallel\.tensor_plan divides it"):
-        trained(make_mlp, points(), parallel={"tensor": 2, "tensor_plan": {"*": "colwise"}})
+        trained(make_mlp, points(), parallel={"tensor": 2, "tensor_plan": {"[02]": "colwise"}})
 
     def changed_later():
         with deferred_weights():

@@ -86,10 +86,10 @@ def _style(style: str, module: nn.Module, name: str, size: int) -> ParallelStyle
         if style != "rowwise":
             raise ConfigError(f"the tensor plan divides the embedding '{name}' {style}; only rowwise is supported")
         return RowwiseParallel(input_layouts=Replicate())
-    if style == "rowwise" and (inputs := int(module.in_features)) % size:  # type: ignore[arg-type]
-        raise ConfigError(
-            f"parallel.tensor is {size}, which does not divide the {inputs} inputs of the layer '{name}'"
-        )
+    divided = {"rowwise": ("in_features", "inputs"), "colwise": ("out_features", "outputs")}
+    if style in divided and (features := getattr(module, divided[style][0])) % size:
+        which = f"the {features} {divided[style][1]} of the layer '{name}'"
+        raise ConfigError(f"parallel.tensor is {size}, which does not divide {which}")
     if style == "colwise_gathered":
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel() if style == "colwise" else RowwiseParallel()
