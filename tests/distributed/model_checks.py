@@ -20,6 +20,19 @@ from etude.losses import LanguageModelingLoss, LossStrategy
 from etude.multitask import LanguageModelHead, LinearHead, MultiTask, MultiTaskModel, TaskSpec
 
 
+class Full(nn.Module):
+    """Has no memory for training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        if self.training:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.layer(x)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -333,6 +346,10 @@ def what_is_not_divided() -> None:
         trained(Tied, points(), parallel={"shard": 2, "blocks": "layers"})
     with pytest.raises(DataError, match=r"layer '2'.*parallel\.tensor_plan divides it"):
         trained(make_mlp, points(), parallel={"tensor": 2, "tensor_plan": {"[02]": "colwise"}})
+
+    with pytest.raises(TrainingError, match="out of memory") as caught:
+        trained(Full, points(), parallel="fsdp")
+    assert "on_out_of_memory" not in str(caught.value)  # it is refused
 
     def changed_later():
         with deferred_weights():
