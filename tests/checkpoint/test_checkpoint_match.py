@@ -52,6 +52,14 @@ def test_tied_weights_stay_tied_through_pack() -> None:
     assert torch.equal(target.wte.weight, source.wte.weight)
 
 
+def test_a_buffer_whose_elements_share_memory() -> None:
+    source, target = nn.Module(), nn.Module()
+    for module, value in ((source, 2.0), (target, 1.0)):
+        module.register_buffer("scale", torch.tensor([value]).expand(3))
+    load_model_state(target, snapshot(source))
+    assert torch.equal(target.scale, torch.full((3,), 2.0))
+
+
 @pytest.mark.parametrize("kept", ["wte.weight", "head.weight"])
 def test_a_tied_weight_saved_under_one_of_its_names(kept: str) -> None:
     target, weight = Tied(), torch.randn(5, 3)

@@ -44,7 +44,8 @@ class Beside(nn.Module):
 def drawn(model):
     """Return the weights by name."""
     weights = weights_of(model)
-    places = {key_of(param): (name, param) for name, param in weights.items() if param.is_meta}
+    # Tied weights by their first name.
+    places = {key_of(param): (name, param) for name, param in reversed(weights.items()) if param.is_meta}
     found = {name: param for name, param in weights.items() if not param.is_meta}
     for key, values in recording_of(model).draw():
         if key in places:

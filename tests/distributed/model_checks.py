@@ -1,6 +1,7 @@
 """Checks of models, losses and tasks of every kind: several processes train them like one, or refuse them."""
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -13,10 +14,23 @@ from etude.core import ConfigError, DataError, LossTerm, TrainingError
 from etude.core.deferred import weights_of
 from etude.core.model import whole
 from etude.data import TensorData
-from etude.distributed import World, leave_world
+from etude.distributed import World, join_world, leave_world
 from etude.engine.alternating import AlternatingTask
 from etude.losses import LanguageModelingLoss, LossStrategy
 from etude.multitask import LanguageModelHead, LinearHead, MultiTask, MultiTaskModel, TaskSpec
+
+
+class Full(nn.Module):
+    """Has no memory for training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        if self.training:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.layer(x)
 
 
 class Block(nn.Module):
@@ -257,19 +271,51 @@ class Beside(nn.Module):
 
 
 def deferred() -> None:
-    """Weights are drawn like those of a plain model: views of other memory, and what is not made by torch's layers."""
-    for kind in (Views, Beside):
+    """Weights are drawn like those of a plain model: views of other memory, and what is not made by torch's layers.
+
+    Tied weights stay tied, also where they are not divided.
+    """
+    plan = {"layers.1.up": "colwise", "layers.1.down": "rowwise"}
+    for kind, parallel in ((Views, "fsdp"), (Beside, "fsdp"), (Tied, {"tensor": 2, "tensor_plan": plan})):
         alone, expected, _ = trained(kind, points(), World())
 
         def make(kind=kind):
             with deferred_weights():
                 return kind()
 
-        model, found, _ = trained(make, points(), parallel="fsdp")
+        model, found, _ = trained(make, points(), parallel=parallel)
+        assert len([*model.parameters()]) == len([*alone.parameters()])
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
         for mine, theirs in zip(weights_of(model).values(), weights_of(alone).values(), strict=True):
             torch.testing.assert_close(whole(mine), theirs, rtol=1e-5, atol=1e-5)
     leave_world()
+
+
+def embedding_by_rows() -> None:
+    """An embedding that is divided by rows, and shares its weight with no other layer."""
+
+    def make():
+        return CausalTransformerLM(
+            24, d_model=16, n_layers=1, n_heads=2, dropout=0.0, max_len=8, tie_embeddings=False
+        )
+
+    compare_one(make, TensorData({"input_ids": tokens(), "labels": tokens()}), {"tensor": 2})
+    leave_world()
+
+
+def first_rank_without_samples() -> None:
+    """A run folder is made where the process that writes it has nothing of the first batch."""
+    x, labels = points()
+    with tempfile.TemporaryDirectory() as made:
+        folder = join_world("cpu").share_text(made)
+        for parallel in ("ddp", "fsdp"):
+            compare_one(make_mlp, (x[:1], labels[:1]), parallel)
+            trained(make_mlp, (x[:1], labels[:1]), parallel=parallel, output_dir=f"{folder}/{parallel}")
+    leave_world()
+
+
+def make_odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 15), nn.Linear(15, 3))
 
 
 def what_is_not_divided() -> None:
@@ -292,8 +338,18 @@ def what_is_not_divided() -> None:
         trained(Complex, points(), parallel="fsdp")
     with pytest.raises(TrainingError, match="different losses for the same samples"):
         trained(make_even, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
+    with pytest.raises(ConfigError, match="15 inputs of the layer '1'"):
+        trained(make_odd, points(), parallel={"tensor": 2, "tensor_plan": {"1": "rowwise"}})
+    with pytest.raises(ConfigError, match="15 outputs of the layer '0'"):
+        trained(make_odd, points(), parallel={"tensor": 2, "tensor_plan": {"0": "colwise"}})
+    with pytest.raises(ConfigError, match="no module matches 'layers'"):
+        trained(Tied, points(), parallel={"shard": 2, "blocks": "layers"})
     with pytest.raises(DataError, match=r"layer '2'.*parallel\.tensor_plan divides it"):
-        trained(make_mlp, points(), parallel={"tensor": 2, "tensor_plan": {"*": "colwise"}})
+        trained(make_mlp, points(), parallel={"tensor": 2, "tensor_plan": {"[02]": "colwise"}})
+
+    with pytest.raises(TrainingError, match="out of memory") as caught:
+        trained(Full, points(), parallel="fsdp")
+    assert "on_out_of_memory" not in str(caught.value)  # it is refused
 
     def changed_later():
         with deferred_weights():

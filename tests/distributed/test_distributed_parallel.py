@@ -169,6 +169,8 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "replicated_like_alone",
         "plan_inside",
         "deferred",
+        "embedding_by_rows",
+        "first_rank_without_samples",
         "what_is_not_divided",
         "weight_on_one_rank",
         "divided_already",

@@ -171,6 +171,9 @@ def test_nothing_to_recompute_is_an_error_that_names_the_lists():
         recompute_activations(model)
     with pytest.raises(ConfigError, match=r"no module matches 'blcoks\.\*' in .* inward, blocks, head"):
         recompute_activations(net(), blocks="blcoks.*")
+    with pytest.raises(ConfigError, match="no module matches 'blocks'"):  # a list, which is never called
+        recompute_activations(net(), blocks="blocks")
+    assert recompute_activations(net(), blocks="block*") == [f"blocks.{n}" for n in range(4)]
 
 
 def test_hugging_face_models_use_their_own_way(recwarn):

@@ -314,6 +314,17 @@ def test_a_state_of_a_later_epoch_fits_metrics_that_have_seen_nothing(metrics, a
     assert after.results(World(), CPU, training=True) == expected
 
 
+def test_a_state_of_a_process_that_had_no_samples():
+    logits, labels = sample()
+    for metric in EVERY:
+        new, after = (MetricSet.of([copy.deepcopy(metric)], True) for _ in range(2))
+        after.load_state_dict(new.state_dict())
+        for one in (new, after):
+            one.update(logits, labels, training=True)
+        expected, found = (one.results(World(), CPU, training=True) for one in (new, after))
+        assert found == pytest.approx(expected, nan_ok=True)
+
+
 def test_a_state_of_another_size_is_refused():
     saved = F1(5).state_dict()
     with pytest.raises(CheckpointError, match="f1"):

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from etude.checkpoint.format import DTYPES, pack, read_tensors, safetensors_pieces, unpack
-from etude.core.batch import Batch, JointBatch, map_tensors, num_samples
+from etude.core.batch import Batch, JointBatch, is_empty, map_tensors, num_samples
 from etude.core.errors import CheckpointError
 from etude.core.files import replacing
 from etude.core.forms import kind_of, parts_of
@@ -23,11 +23,12 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 def save_example(batch: Batch, folder: Path) -> None:
-    """Write two samples of a batch into a run folder, as safetensors. Waits for the device.
+    """Write two samples of a batch, which has some, into a run folder, as safetensors. Waits for the device.
 
     Raises CheckpointError for a batch that holds more than tensors, containers and plain values.
     """
-    batch = batch[0] if isinstance(batch, JointBatch) else batch
+    if isinstance(batch, JointBatch):
+        batch = next(one for one in batch if not is_empty(one))
     size = num_samples(batch)
     rows = [0, min(1, size - 1)]
 

@@ -14,6 +14,7 @@ from etude.checkpoint.trust import same_category
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
 from etude.distributed.shards import is_sharded
+from etude.distributed.sharing import separate_buffers
 
 _NUM_NAMED = 8
 
@@ -59,6 +60,7 @@ def load_model_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
             if state[name] is not own:
                 fill(own, state[name])
             state[name] = own.detach()
+    separate_buffers(unwrap(module))
     device = next((tensor.device for tensor in unwrap(module).parameters()), None)
     for name, (owner, key, tensor) in _empty_buffers(module).items():
         if name in state:

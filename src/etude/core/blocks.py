@@ -37,10 +37,11 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def modules_matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the modules whose names match, except those inside another match."""
+    """Return the modules whose names match, except those inside another match, and lists, which are never called."""
     names: list[str] = []
-    for name, _ in model.named_modules():
+    for name, module in model.named_modules():
         inside = names and name.startswith(f"{names[-1]}.")  # named_modules yields children right after their parent
-        if name and not inside and fnmatchcase(name, pattern):
+        is_called = type(module).forward is not nn.Module.forward
+        if name and is_called and not inside and fnmatchcase(name, pattern):
             names.append(name)
     return names

@@ -204,8 +204,9 @@ def recording_of(model: nn.Module) -> Recording | None:
 
 
 def weights_of(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
-    """Return parameters and buffers by name: a buffer too may be made without values, and then filled."""
-    return dict([*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)])
+    """Return parameters and buffers by all of their names: a buffer too may be made without values, and then filled."""
+    found = module.named_parameters, module.named_buffers
+    return {name: one for every in found for name, one in every(recurse=recurse, remove_duplicate=False)}
 
 
 def key_of(tensor: Tensor) -> int:

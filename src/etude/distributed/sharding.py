@@ -28,7 +28,7 @@ from etude.core.errors import ConfigError
 from etude.distributed.mesh import Layout
 from etude.distributed.parallel import reshard, sparse_layers
 from etude.distributed.shards import is_sharded, local_of, part_of
-from etude.distributed.tensor_parallel import divide_layers
+from etude.distributed.tensor_parallel import divide_layers, tied_names
 from etude.distributed.world import World, run_collective
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,7 +142,11 @@ class DeferredWeights:
     @torch.no_grad()
     def draw(self, device: torch.device, world: World) -> None:
         """Give every process its part of the weights, on its device. All processes must call this together."""
+        tied = tied_names(self._model)
         self._model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
+        for first, others in tied.items():  # for each name torch has made a parameter
+            for module, _, leaf in (name.rpartition(".") for name in others):
+                setattr(self._model.get_submodule(module), leaf, self._model.get_parameter(first))
         state = self._recording.random_state.clone()
         run_collective(lambda alias: dist.broadcast(alias, src=0, group=world.host_group), state)
         weights = weights_of(self._model)
@@ -203,7 +207,7 @@ class Shards:
             param = local.sharded
             if local.data_ptr() != param._local_tensor.data_ptr():  # torch has padded it before the first step
                 local.data = param._local_tensor
-            grad = None if param.grad is None else param.grad._local_tensor  # type: ignore[attr-defined]
+            grad = None if param.grad is None else _as_divided(param.grad, param)
             if grad is not None and grad.stride() != local.stride():  # which fused kernels do not check
                 grad = torch.empty_like(local).copy_(grad)
             local.grad = grad
@@ -232,6 +236,13 @@ class Shards:
             total = square if total is None else total + square
         assert total is not None
         return total.sqrt()
+
+
+def _as_divided(grad: Any, param: DTensor) -> Tensor:
+    """Return the local part of a gradient, which torch gives whole for an embedding that is divided by rows."""
+    same = grad.placements == param.placements
+    part: Tensor = (grad if same else grad.redistribute(placements=param.placements))._local_tensor
+    return part
 
 
 def follow_shards(optimizer: Any, names: Mapping[int, str], model: nn.Module, shards: Shards) -> None:

@@ -34,7 +34,7 @@ def share(tensors: list[Tensor], world: World) -> None:
 
 
 def separate_buffers(model: nn.Module) -> None:
-    """Give buffers whose elements share memory, such as expanded ones, their own: ranks broadcast into them."""
+    """Give buffers whose elements share memory, such as expanded ones, their own: they can be written."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not is_lazy(buffer) and overlaps(buffer):

@@ -27,13 +27,14 @@ class HasTensorPlan(Protocol):
 def divide_layers(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = None) -> None:
     """Divide the layers of a model over a mesh; raise ConfigError if there is no plan or it does not fit."""
     plan = plan if plan is not None else plan_of(model, mesh.size())
-    tied = _tied(model)
+    tied = tied_names(model)
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         found = [name for name, one in model.named_modules() if fnmatchcase(name, pattern) and _is_layer(one)]
         if not found:
             raise ConfigError(f"the tensor plan divides '{pattern}', which is no layer of {type(model).__name__}")
-        styles |= {name: _style(style, model.get_submodule(name), name) for name in found if style != "replicated"}
+        layers = {name: model.get_submodule(name) for name in found if style != "replicated"}
+        styles |= {name: _style(style, layer, name, mesh.size()) for name, layer in layers.items()}
     parallelize_module(model, mesh, styles)
     # Of a layer that does not fit, torch prints a traceback beside the error that it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -80,17 +81,21 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding))
 
 
-def _style(style: str, module: nn.Module, name: str) -> ParallelStyle:
+def _style(style: str, module: nn.Module, name: str, size: int) -> ParallelStyle:
     if isinstance(module, nn.Embedding):
         if style != "rowwise":
             raise ConfigError(f"the tensor plan divides the embedding '{name}' {style}; only rowwise is supported")
         return RowwiseParallel(input_layouts=Replicate())
+    divided = {"rowwise": ("in_features", "inputs"), "colwise": ("out_features", "outputs")}
+    if style in divided and (features := getattr(module, divided[style][0])) % size:
+        which = f"the {features} {divided[style][1]} of the layer '{name}'"
+        raise ConfigError(f"parallel.tensor is {size}, which does not divide {which}")
     if style == "colwise_gathered":
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel() if style == "colwise" else RowwiseParallel()
 
 
-def _tied(model: nn.Module) -> dict[str, list[str]]:
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """Return parameters with several names: the first name, and the others."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -96,7 +96,7 @@ class ClassCounts(Metric):
         """Add one batch; elements where `mask` is zero do not count. Does not synchronise."""
         if not self.is_settled:
             found = inferred_classes(predictions, targets, self.class_dim, type(self).__name__)
-            self.num_classes, self.is_settled = found, True
+            self._settle(found, True)  # sums of a checkpoint may be those of a rank that had no samples
         is_simple = predictions.dim() == 2 and mask is None and predictions.is_cpu and targets.dtype is torch.int64
         if not (is_simple and self._count_on_host(predictions, targets)):
             super().update(predictions, targets, mask)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from etude.checkpoint.example import save_example
 from etude.core import Batch, Clock, EtudeError, Loader, Task
+from etude.core.batch import is_empty
 from etude.core.loader import BatchIterator
 from etude.core.run_layout import EXAMPLE
 from etude.distributed import World
@@ -23,7 +24,7 @@ def keeping_example(loader: Loader, task: Task, folder: RunFolder | None, world:
 
 
 class ExampleLoader:
-    """Keeps samples of the first batch of another loader; later epochs are those of the other loader itself."""
+    """Keeps samples of the first batch of another loader that has some; later epochs are those of that loader."""
 
     def __init__(self, loader: Loader, folder: Path, *, is_new: bool) -> None:
         """`is_new` if the run begins: an example that is there is not its own."""
@@ -53,7 +54,7 @@ class _FirstKept:
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
-        if self._is_first:
+        if self._is_first and not is_empty(batch):  # this rank may have nothing of a small batch
             self._is_first = False
             try:
                 (self._folder / EXAMPLE).unlink(missing_ok=True)

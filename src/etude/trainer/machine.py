@@ -174,7 +174,7 @@ class Machine:
             if self.batch_size is not None and self.batch_size > 1:
                 halved = f"training.batch_size={self.batch_size // 2} with training.grad_accum_steps"
                 found.append(f"{halved}={grad_accum_steps * 2} (the same result in half the memory)")
-            if not splits:
+            if not splits and not self.layout.sizes.divides_model:
                 found.append("training.on_out_of_memory=split (divides batches as needed)")
             found += self._lower_precision()
             if recomputable is not None and repeated_blocks(recomputable):
