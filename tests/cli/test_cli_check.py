@@ -17,6 +17,7 @@ BAD = {
     "empty accumulation": {"training": {**TRAINING, "grad_accum_steps": {}}},
     "late accumulation": {"training": {**TRAINING, "grad_accum_steps": {3: 2}}},
     "nesterov": {"optimizer": {"name": "sgd", "nesterov": True}},
+    "two averages": {"optimizer": "schedule_free_adamw", "training": {**TRAINING, "ema": 0.9}},
     "fused rmsprop": {"optimizer": {"name": "rmsprop", "kernel": "fused"}},
     "refusing optimizer": {"optimizer": {"name": "cli_choosy", "groups": 3}},
     "refusing model": {"model": {"name": "cli_choosy", "width": 7}},

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from etude.callbacks.swapped import OptimizerWeights
 from etude.config import RunDraft, Selection, build_selection
 from etude.config.schema import check_installed
 from etude.core import ConfigError
@@ -21,6 +22,7 @@ from etude.experiment.config import ExperimentConfig
 from etude.losses import SupervisedTask
 from etude.optim import AdamW
 from etude.optim.groups import NamedParams, outer_params
+from etude.optim.schedule_free import with_modes
 from etude.trainer import resolve_device
 from etude.trainer.arguments import as_callbacks
 from etude.trainer.optimization import GroupsParameters, make_optimizer
@@ -72,6 +74,9 @@ def check_experiment(config: ExperimentConfig) -> tuple[torch.optim.Optimizer, C
     # As in a run before callbacks are bound: parameters that are unfrozen later are in the optimizer from the start.
     optimizer = small_optimizer(config, small_weights(model))
     listed.bind(RunParts(model, task))
+    if with_modes(optimizer):
+        listed.append(swap := OptimizerWeights())
+        swap.bind(RunParts(model, task, learning_rate=LearningRate(optimizer, None)))
     if (scheduler := config.selection("scheduler")) is not None:
         # A run has at most `max_steps`; otherwise its length depends on the data.
         schedule = _build(config, "scheduler", scheduler, total_steps=config.training.max_steps or _MANY_STEPS)
