@@ -102,6 +102,22 @@ def test_activations_are_what_a_forward_pass_keeps(load):
     assert found.activations == size(kept.values())
 
 
+@pytest.mark.parametrize(
+    ("training", "world", "samples"),
+    [
+        ({"batch_size": 12, "micro_batch_size": 4}, 1, 4),
+        ({"batch_size": 12, "micro_batch_size": 8}, 2, 3),
+        ({"batch_size": 12, "micro_batch_size": 1}, 4, 1),
+        ({"batch_size": 64}, 2, 25),  # of 50 samples
+    ],
+    ids=lambda one: "-".join(map(str, one.values())) if isinstance(one, dict) else str(one),
+)
+def test_activations_are_those_of_the_samples_that_a_process_runs_at_once(load, training, world, samples):
+    found = dry_run(load(model="dry_divided", training=training), world)
+    assert found.micro_batch == samples
+    assert found.activations == 4 * samples * (6 + 8)
+
+
 @register("model", "dry_divided")
 def divided(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))

@@ -268,6 +268,9 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
     shares = sum((share_sizes(count, world) for count in spans), np.zeros(world, dtype=np.int64))
     found.shares = Counter(shares.tolist())
     found.micro_batch = int(shares.max())
+    if isinstance(at_once := training.micro_batch_size, int):  # as `MicroBatchSplitter` divides the share
+        parts = -(-found.micro_batch // max(1, at_once // world))
+        found.micro_batch = -(-found.micro_batch // parts)
     found.warnings += _share_warnings(found)
     if not isinstance(source, StreamBatches):
         check_order(loader)
@@ -326,7 +329,7 @@ def _measure_activations(found: DryRun, model: nn.Module, task: Task, loader: Da
             kept[storage._cdata] = tensor, storage.nbytes()
         return tensor
 
-    world = max(1, -(-loader.batch_size // max(1, found.micro_batch)))
+    world = -(-sum(count * many for count, many in found.shares.items()) // found.micro_batch)
     try:
         batch = next(iter(loader.shared(world - 1, world).iterate(0)))
         batch = map_tensors(batch, lambda one: one.to("meta"))
