@@ -12,7 +12,7 @@ LAUNCHER = "ETUDE_LAUNCHER"
 SHAPE = "ETUDE_LAUNCH_OPTIONS"
 """Variable with the options that start as many processes again."""
 STOP_FILE = "ETUDE_STOP_FILE"
-"""Variable with a file that the launcher makes when it is asked to stop: a process hears no signal in a collective."""
+"""Variable with a file that gets a byte with each signal to the launcher: a process hears none in a collective."""
 HUNG = 70
 """Exit code by which a process tells such a launcher that the run hung; the launcher restarts it, or exits with 1."""
 
@@ -25,6 +25,11 @@ def is_launched() -> bool:
 def is_asked_to_stop() -> bool:
     """Whether the launcher that started this process was asked to stop; any thread may ask this."""
     return is_launched() and Path(os.environ[STOP_FILE]).exists()
+
+
+def is_asked_once() -> bool:
+    """Whether the launcher has got one signal: a second one here is the same, sent to all processes of the job."""
+    return is_asked_to_stop() and Path(os.environ[STOP_FILE]).stat().st_size == 1
 
 
 def is_first(name: str) -> bool:

@@ -123,7 +123,7 @@ class Agent(LocalElasticAgent):
         if None not in codes:  # no process has begun: nothing is to be saved
             raise KeyboardInterrupt
         with contextlib.suppress(OSError):
-            Path(os.environ[STOP_FILE]).touch()
+            Path(os.environ[STOP_FILE]).write_bytes(b"!" * self._asked)
         for process in self._processes().values():
             process.send_signal(number)
         if self._asked > 1:
