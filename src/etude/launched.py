@@ -1,10 +1,12 @@
 """What a process knows of the `etude … --nproc` that started it. Imports no torch: a process asks this first."""
 
+import contextlib
 import hashlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 LAUNCHER = "ETUDE_LAUNCHER"
@@ -85,6 +87,19 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if not is_launched():  # it died before
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Let SIGINT wait for a while, also in processes that are started meanwhile."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def accept_interrupts() -> None:
