@@ -1,10 +1,12 @@
 """What a process knows of the `etude … --nproc` that started it. Imports no torch: a process asks this first."""
 
+import contextlib
 import hashlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 LAUNCHER = "ETUDE_LAUNCHER"
@@ -12,7 +14,7 @@ LAUNCHER = "ETUDE_LAUNCHER"
 SHAPE = "ETUDE_LAUNCH_OPTIONS"
 """Variable with the options that start as many processes again."""
 STOP_FILE = "ETUDE_STOP_FILE"
-"""Variable with a file that the launcher makes when it is asked to stop: a process hears no signal in a collective."""
+"""Variable with a file that gets a byte with each signal to the launcher: a process hears none in a collective."""
 HUNG = 70
 """Exit code by which a process tells such a launcher that the run hung; the launcher restarts it, or exits with 1."""
 
@@ -25,6 +27,11 @@ def is_launched() -> bool:
 def is_asked_to_stop() -> bool:
     """Whether the launcher that started this process was asked to stop; any thread may ask this."""
     return is_launched() and Path(os.environ[STOP_FILE]).exists()
+
+
+def is_asked_once() -> bool:
+    """Whether the launcher has got one signal: a second one here is the same, sent to all processes of the job."""
+    return is_asked_to_stop() and Path(os.environ[STOP_FILE]).stat().st_size == 1
 
 
 def is_first(name: str) -> bool:
@@ -80,6 +87,19 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if not is_launched():  # it died before
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Let SIGINT wait for a while, also in processes that are started meanwhile."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def accept_interrupts() -> None:

@@ -205,11 +205,14 @@ class SignalAt(At):
 
 @register("callback", "toy_signal_launcher")
 class SignalLauncherAt(At):
-    """Sends a signal to the process that started this one, and waits until it has been passed on."""
+    """Sends a signal to the process that started this one, and waits until it has been passed on.
 
-    def __init__(self, step: int, signal_name: str = "SIGTERM") -> None:
+    This process may get it too, as when a scheduler sends it to all processes of a job.
+    """
+
+    def __init__(self, step: int, signal_name: str = "SIGTERM", here_too: bool = False) -> None:
         super().__init__(step)
-        self.signal_name = signal_name
+        self.signal_name, self.here_too = signal_name, here_too
 
     def act(self):
         reader, writer = os.pipe()
@@ -218,6 +221,8 @@ class SignalLauncherAt(At):
         os.kill(os.getppid(), getattr(signal, self.signal_name))
         os.read(reader, 1)
         signal.set_wakeup_fd(-1)
+        if self.here_too:
+            os.kill(os.getpid(), getattr(signal, self.signal_name))
 
 
 @register("callback", "toy_told")

@@ -104,11 +104,14 @@ def test_a_mistake_is_one_line_and_restarts_nothing(runs):
     assert len(out.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_signal_saves_and_resuming_is_exact(runs, name):
+@pytest.mark.parametrize(
+    ("name", "here_too"),
+    [("SIGTERM", False), ("SIGTERM", True), pytest.param("SIGINT", False, marks=pytest.mark.slow)],
+)
+def test_a_signal_saves_and_resuming_is_exact(runs, name, here_too):
     straight, ended = runs.train(2, runs.write("straight", TRAINING, model=NET))
     ended.ok()
-    callbacks = [{"name": "toy_signal_launcher", "step": 5, "signal_name": name}]
+    callbacks = [{"name": "toy_signal_launcher", "step": 5, "signal_name": name, "here_too": here_too}]
     config, folder = runs.write("stopped", TRAINING, model=NET, callbacks=callbacks), runs.root / "run"
     code, out, err = end(start("train", config, "--nproc", 2, "-q", "--run-dir", folder, "--max-restarts", 2))
     said = ["etude: stopping after this step; press Ctrl-C again to stop at once"] if name == "SIGINT" else []

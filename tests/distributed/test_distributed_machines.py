@@ -11,6 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 from distributed_runs import TIMEOUT_S, without_announcements
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from etude.core.errors import ConfigError, ConnectionLost
 from etude.distributed.launch import launch
@@ -178,6 +180,56 @@ def test_a_port_that_another_program_has_is_refused(monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "etude-rendezvous":  # its connection is closed now; at exit it would need the interpreter
             thread.join(TIMEOUT_S)
+
+
+CLOCK = """
+import sys, threading
+from datetime import datetime, timedelta
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from etude.core.errors import EtudeError
+from etude.distributed.launch import launch
+from etude.distributed.launch_options import LaunchOptions
+
+class Late(datetime):
+    @classmethod
+    def now(cls, zone=None):
+        return datetime.now(zone) - timedelta(seconds=float(sys.argv[3]))
+
+dynamic_rendezvous.datetime = Late
+try:
+    sys.exit(launch(["list"], LaunchOptions(nnodes="2", rdzv_endpoint=sys.argv[1], node_rank=int(sys.argv[2])), print))
+except EtudeError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.slow
+def test_machines_with_different_clocks_do_not_train_alone():
+    """Torch takes a machine whose clock is late for lost, and would go on with fewer than are asked for."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-c", CLOCK, endpoint]
+    machines = [
+        subprocess.Popen([*command, str(rank), str(late)], stdout=subprocess.PIPE, text=True)
+        for rank, late in enumerate([0, 120])
+    ]
+    said = [one.communicate(timeout=2 * TIMEOUT_S)[0] for one in machines]
+    assert said[0].startswith("ConfigError: --nnodes 2")
+    assert "clocks" in said[0]
+    assert said[1].startswith("ConnectionLost")
+
+
+def test_processes_say_why_they_end_also_if_the_machine_of_the_endpoint_has_ended_before(runs, monkeypatch):
+    def gone(_):
+        raise RendezvousConnectionError("gone")
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", gone)
+    monkeypatch.setattr("etude.distributed.launch.EXPLAIN_S", TIMEOUT_S)  # a busy machine starts them slowly
+    config = runs.write("bad", TRAINING, data={"name": "toy_missing", "on_rank": 1})
+    assert (
+        launch(["train", str(config), "-q", "--run-dir", str(runs.root / "run")], LaunchOptions(nproc="2"), print)
+        == 2
+    )
 
 
 @pytest.mark.slow

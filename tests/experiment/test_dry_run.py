@@ -84,6 +84,27 @@ def test_memory_is_that_of_a_trained_run(load, optimizer, frozen):
     assert (found.steps_per_epoch, found.total_steps) == (5, 1)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_frozen_weights_have_no_gradients_and_an_average_has_memory_of_its_own(load, parallel):
+    config = load(optimizer={"name": "adamw", "lr": 0.1}, training={"max_steps": 1, "freeze": "0", "ema": 0.9})
+    plain = dry_run(load(optimizer={"name": "adamw", "lr": 0.1}))
+    trainer = build_trainer(config, progress=False)
+    trainer.train()
+    trained = [one for one in trainer.model.parameters() if one.requires_grad]
+    states = [one for state in trainer.optimizer.state.values() for one in state.values()]
+    found = dry_run(config)
+    assert found.gradients == found.average == size(trained)
+    assert found.optimizer == size(states)
+    assert found.memory == found.weights + 2 * size(trained) + size(states) + found.activations
+    assert found.checkpoint == found.weights + size(trained) + size(states)
+    assert found.activations < plain.activations  # the input of the first layer is not needed
+    halves = dry_run(
+        load(optimizer={"name": "adamw", "lr": 0.1}, training={"freeze": "0", "ema": 0.9}, parallel=parallel), 2
+    )
+    assert halves.trained == found.trained
+    assert halves.average == halves.gradients == size(trained) // (1 if parallel == "ddp" else 2)
+
+
 def test_activations_are_what_a_forward_pass_keeps(load):
     found = dry_run(load())
     x, kept = torch.randn(12, 6), {}
@@ -100,6 +121,22 @@ def test_activations_are_what_a_forward_pass_keeps(load):
     assert output.requires_grad
     assert found.micro_batch == 12
     assert found.activations == size(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("training", "world", "samples"),
+    [
+        ({"batch_size": 12, "micro_batch_size": 4}, 1, 4),
+        ({"batch_size": 12, "micro_batch_size": 8}, 2, 3),
+        ({"batch_size": 12, "micro_batch_size": 1}, 4, 1),
+        ({"batch_size": 64}, 2, 25),  # of 50 samples
+    ],
+    ids=lambda one: "-".join(map(str, one.values())) if isinstance(one, dict) else str(one),
+)
+def test_activations_are_those_of_the_samples_that_a_process_runs_at_once(load, training, world, samples):
+    found = dry_run(load(model="dry_divided", training=training), world)
+    assert found.micro_batch == samples
+    assert found.activations == 4 * samples * (6 + 8)
 
 
 @register("model", "dry_divided")

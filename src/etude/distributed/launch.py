@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from etude.distributed.network import (
     notice_lost_machines,
     wait_for_endpoint,
 )
-from etude.launched import HUNG, LAUNCHER, SHAPE, STOP_FILE
+from etude.launched import HUNG, LAUNCHER, SHAPE, STOP_FILE, interrupts_blocked
 
 SAVE_GRACE_S = 300
 """Time to save and stop before a process is killed: on a signal, or when machines join or leave."""
@@ -123,7 +124,7 @@ class Agent(LocalElasticAgent):
         if None not in codes:  # no process has begun: nothing is to be saved
             raise KeyboardInterrupt
         with contextlib.suppress(OSError):
-            Path(os.environ[STOP_FILE]).touch()
+            Path(os.environ[STOP_FILE]).write_bytes(b"!" * self._asked)
         for process in self._processes().values():
             process.send_signal(number)
         if self._asked > 1:
@@ -144,6 +145,11 @@ class Agent(LocalElasticAgent):
         with _variables(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):  # else torch tells only the first attempt's address
             super()._rendezvous(worker_group)
         group: Any = worker_group
+        if group.group_world_size < (least := group.spec.rdzv_handler.settings.min_nodes):
+            raise ConfigError(
+                f"--nnodes {least}: only {group.group_world_size} of the machines seems alive, since their clocks "
+                "differ by more than ten seconds; synchronise them (NTP)"
+            )
         if group.group_rank == 0:
             self._server = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
             group.store.set("etude/store", f"{group.master_addr} {self._server.port}")
@@ -153,9 +159,30 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the processes with SIGINT blocked; they unblock it once they have imported torch."""
-        with _interrupts_blocked():
+        with interrupts_blocked():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         return ids
+
+    def run(self, role: str = "etude") -> Any:
+        """Run the processes until they end."""
+        handler: Any = self._worker_group.spec.rdzv_handler
+        handler.num_nodes_waiting = partial(self._machines_waiting, handler.num_nodes_waiting)
+        try:
+            return super().run(role)
+        finally:
+            del handler.num_nodes_waiting  # it refers to this agent, which closes its store with its last reference
+
+    def _machines_waiting(self, count: Callable[[], int]) -> int:
+        """Return how many machines wait; if the one of the endpoint has ended, let the processes here say why."""
+        try:
+            return count()
+        except (RendezvousError, dist.DistError):
+            deadline = time.monotonic() + EXPLAIN_S
+            while not set(self._codes().values()) - {None}:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(self._worker_group.spec.monitor_interval)
+            return 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._codes()
@@ -331,19 +358,6 @@ def _environment(options: LaunchOptions, address: str, folder: str) -> Iterator[
         new["GLOO_SOCKET_IFNAME"] = name  # gloo would take what the host name stands for
     with _variables(**new):
         yield
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Let SIGINT wait for a while, also in processes that are started meanwhile."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

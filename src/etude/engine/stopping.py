@@ -17,7 +17,7 @@ from etude.distributed import World
 from etude.engine.slow_rank import SlowRank
 from etude.engine.step import Step
 from etude.engine.step_log import RunningSums, StepLog
-from etude.launched import is_launched
+from etude.launched import is_asked_once, is_launched
 
 AFTER_STEP = "after this step"
 IN_VALIDATION = "now: this validation is repeated when the run is resumed"
@@ -76,6 +76,8 @@ class Interrupts:
             self._in_forked(number)
             return
         if self.requested:
+            if is_asked_once():
+                return
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
         if self.requested == "SIGHUP":

@@ -1,7 +1,7 @@
 """`etude train --dry-run`: what a run on any number of processes needs, without training and without its devices."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from etude.callbacks.ema import EMA
 from etude.checkpoint.optimizer_needs import needed_state
 from etude.config import RunDraft
 from etude.core import ConfigError, Task
@@ -29,6 +30,7 @@ from etude.distributed.mesh import DATA, SHARD, TENSOR, Layout
 from etude.distributed.settings import ParallelConfig, Sizes, memory_of
 from etude.distributed.sharding import divide_model
 from etude.distributed.tensor_parallel import divide_layers
+from etude.engine.callback_list import CallbackList
 from etude.experiment.build import Data, build_component, build_data, sizes_of
 from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
 from etude.experiment.config import ExperimentConfig
@@ -62,6 +64,8 @@ class DryRun:
     gathered: int = 0
     """The two largest blocks, which FSDP2 gathers: one at work and the next one."""
     optimizer: int | None = None
+    average: int = 0
+    """The moving average of the weights (`training.ema`, or the callback)."""
     checkpoint: int | None = None
     """The size of a checkpoint, over all processes."""
     activations: int | None = None
@@ -82,8 +86,10 @@ class DryRun:
     @property
     def memory(self) -> int | None:
         """The memory of a process, as far as it is known."""
-        parts = (self.weights, self.gradients, self.buckets, self.gathered, self.optimizer, self.activations)
-        return None if None in parts else sum(one for one in parts if one is not None)
+        parts = (self.weights, self.gradients, self.buckets, self.gathered, self.average)
+        if self.optimizer is None or self.activations is None:
+            return None
+        return sum(parts) + self.optimizer + self.activations
 
     def lines(self) -> Iterator[str]:
         """Return it in words."""
@@ -109,6 +115,8 @@ class DryRun:
         if self.gathered:
             yield _row("gathered blocks", size_in_words(self.gathered))
         yield _row("optimizer", size_in_words(self.optimizer))
+        if self.average:
+            yield _row("average (ema)", size_in_words(self.average))
         known = f"{size_in_words(self.activations)} for {self.micro_batch:,} samples (float32, forward of the model)"
         yield _row("activations", f"unknown: {self.no_activations}" if self.activations is None else known)
         if self.memory is not None:
@@ -129,13 +137,15 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
     config = replace(config, sections={**config.sections, "training": training})
     optimizer, callbacks = check_experiment(config)
     data = build_data(config, World())
-    model, task = _meta_model(config, data)
+    model, task = _meta_model(config, data, callbacks)
     found = DryRun(config.name, world)
     found.sizes = _sizes(found, config.sections["parallel"], model)
     if found.sizes.divides_model:
         check_elementwise(optimizer)
         check_divided(training, callbacks)
     _measure_model(found, config, model)
+    if (has_average := any(isinstance(one, EMA) for one in callbacks)) and found.checkpoint is not None:
+        found.checkpoint += found.gradients
     if world > 1:
         Machine("cpu", world=World(size=world)).captures(training.capture)
     loader = data.loader("train") if training.batch_size != "auto" else None
@@ -143,7 +153,7 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
         check_shares(loader, found.sizes.replicas)
     if loader is not None and isinstance(training.batch_size, int):
         _measure_data(found, loader, training)
-        with _tensor_part(found, config, model, data) as part:
+        with _tensor_part(found, config, model, lambda: _meta_model(config, data, callbacks)[0]) as part:
             _measure_activations(found, part, task, loader)
     elif not isinstance(training.batch_size, int):
         found.no_activations = "training.batch_size is no number"
@@ -151,6 +161,8 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
     found.samples = {name: len(part) for name in data.names if (part := _sized(data, name)) is not None}
     if found.sizes.divides_model:
         _measure_parts(found, config, model)
+    if has_average:
+        found.average = found.gradients
     return found
 
 
@@ -166,14 +178,19 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _meta_model(config: ExperimentConfig, data: Data) -> tuple[nn.Module, Task]:
-    """Return the model with the sizes of the data, without memory for its weights, and the task that calls it."""
+def _meta_model(config: ExperimentConfig, data: Data, callbacks: CallbackList) -> tuple[nn.Module, Task]:
+    """Return the model with the sizes of the data, without memory for its weights, and the task that calls it.
+
+    Callbacks have frozen what they freeze.
+    """
     selection = config.require("model")
     draft = RunDraft(config.sections, config.document, 1, data.splits, data.splits.vocab_size)
     sizes = sizes_of(config, data, draft)
     draft.model = on_meta(partial(build_component, config, "model", selection, **sizes))
     for feature in data.features:
         on_meta(partial(feature.after_model, draft))
+    for one in callbacks:
+        one.prepare(draft.model)
     return draft.model, draft.trainer.get("task") or SupervisedTask()
 
 
@@ -213,12 +230,14 @@ def _measure_parts(found: DryRun, config: ExperimentConfig, model: nn.Module) ->
 
 
 @contextmanager
-def _tensor_part(found: DryRun, config: ExperimentConfig, model: nn.Module, data: Data) -> Iterator[nn.Module]:
+def _tensor_part(
+    found: DryRun, config: ExperimentConfig, model: nn.Module, make: Callable[[], nn.Module]
+) -> Iterator[nn.Module]:
     """Yield the model as one process runs it: with its part of the layers that `parallel.tensor` divides."""
     if found.sizes.tensor == 1:
         yield model
         return
-    part, _ = _meta_model(config, data)
+    part = make()
     with fake_world(found.sizes.tensor):
         divide_layers(part, init_device_mesh("cpu", (found.sizes.tensor,)), config.sections["parallel"].tensor_plan)
         yield part
@@ -268,6 +287,9 @@ def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) ->
     shares = sum((share_sizes(count, world) for count in spans), np.zeros(world, dtype=np.int64))
     found.shares = Counter(shares.tolist())
     found.micro_batch = int(shares.max())
+    if isinstance(at_once := training.micro_batch_size, int):  # as `MicroBatchSplitter` divides the share
+        parts = -(-found.micro_batch // max(1, at_once // world))
+        found.micro_batch = -(-found.micro_batch // parts)
     found.warnings += _share_warnings(found)
     if not isinstance(source, StreamBatches):
         check_order(loader)
@@ -326,7 +348,7 @@ def _measure_activations(found: DryRun, model: nn.Module, task: Task, loader: Da
             kept[storage._cdata] = tensor, storage.nbytes()
         return tensor
 
-    world = max(1, -(-loader.batch_size // max(1, found.micro_batch)))
+    world = -(-sum(count * many for count, many in found.shares.items()) // found.micro_batch)
     try:
         batch = next(iter(loader.shared(world - 1, world).iterate(0)))
         batch = map_tensors(batch, lambda one: one.to("meta"))
