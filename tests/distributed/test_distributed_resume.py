@@ -87,7 +87,7 @@ def test_with_another_number_of_processes_the_data_goes_on_in_the_same_order(run
     ended = runs.resume(after, folder)
     assert set(ended.codes) == {0}
     assert len(ended.said) == 1
-    assert f"saved by {before} processes and is resumed by {after}" in ended.said[0]
+    assert f"saved by {before} process{'es' * (before > 1)} and is resumed by {after}" in ended.said[0]
     for mine, theirs in zip(records(folder, "train"), records(straight, "train"), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     for name, weight in load(weights(straight)).items():

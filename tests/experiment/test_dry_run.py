@@ -2,6 +2,7 @@
 
 import math
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -65,11 +66,21 @@ OPTIMIZERS = [
     {"name": "adamw", "lr": 0.1, "amsgrad": True},
     {"name": "adagrad", "lr": 0.1},
     {"name": "lion", "lr": 0.1},
+    {"name": "sam", "optimizer": {"name": "adamw", "lr": 0.1}},
 ]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: "-".join(map(str, one.values())))
-@pytest.mark.parametrize("frozen", [False, True])
+HIDDEN = [  # these need the hidden matrices
+    {"name": "muon", "lr": 0.1},
+    {"name": "lookahead", "optimizer": {"name": "muon", "lr": 0.1}},
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "frozen"),
+    [*product(OPTIMIZERS, (False, True)), *product(HIDDEN, (False,))],
+    ids=lambda one: "-".join(map(str, one.values())) if isinstance(one, dict) else str(one),
+)
 def test_memory_is_that_of_a_trained_run(load, optimizer, frozen):
     config = load(optimizer=optimizer, model={"name": "dry_model", "frozen": frozen}, training={"max_steps": 1})
     found = dry_run(config)

@@ -130,9 +130,9 @@ class TrainState:
         self.world.attempt(lambda: self._change(checkpoint, saved))
         if self.world.is_main and len(checkpoint.state["rng"]) != self.world.size:
             logger.warning(
-                "the checkpoint was saved by %d processes and is resumed by %d: the order of the data is the same, "
+                "the checkpoint was saved by %s and is resumed by %d: the order of the data is the same, "
                 "random numbers (dropout) are not",
-                len(checkpoint.state["rng"]),
+                "1 process" if (before := len(checkpoint.state["rng"])) == 1 else f"{before} processes",
                 self.world.size,
             )
         saved = checkpoint.state["callbacks"].items()

@@ -36,6 +36,8 @@ from etude.experiment.check import check_experiment, on_meta, small_optimizer, s
 from etude.experiment.config import ExperimentConfig
 from etude.losses import SupervisedTask
 from etude.optim.elements import check_elementwise
+from etude.optim.several import everything_in, optimizers_in
+from etude.optim.wrappers import Lookahead
 from etude.trainer import TrainerConfig
 from etude.trainer.arguments import check_divided
 from etude.trainer.loaders import check_shares, total_steps
@@ -266,13 +268,17 @@ def _optimizer_bytes(config: ExperimentConfig, model: nn.Module) -> int | None:
     optimizer = small_optimizer(config, small)
     large = dict(zip(map(id, small.weights), model.parameters(), strict=True))
     total = 0
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for param in group["params"]:
-            state = needed_state(optimizer, settings, _local(large[id(param)]))
-            if state is None:
-                return None
-            total += _bytes(one for one in state.values() if isinstance(one, Tensor))
+    for one in everything_in(optimizer):
+        kept = [_local(large[id(param)]) for group in one.param_groups for param in group["params"]]
+        total += (_bytes(kept) + 8) * isinstance(one, Lookahead)  # its slow weights, and a count
+    for one in optimizers_in(optimizer):
+        for group in one.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            for param in group["params"]:
+                state = needed_state(one, settings, _local(large[id(param)]))
+                if state is None:
+                    return None
+                total += _bytes(value for value in state.values() if isinstance(value, Tensor))
     return total
 
 
