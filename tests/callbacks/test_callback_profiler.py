@@ -16,7 +16,7 @@ from etude.callbacks.profiling.advice import Facts, advise
 from etude.callbacks.profiling.profile import Profile
 from etude.callbacks.profiling.timeline import Timeline
 from etude.core import ConfigError
-from etude.core.spans import needs_eager_steps, span, watch
+from etude.core.spans import is_watched, needs_eager_steps, span, watch
 from etude.engine.capture import Capture
 from stub_recorder import RunAgain
 
@@ -223,8 +223,7 @@ def test_an_error_ends_the_profile():
         profiler = Profiler(start=start, steps=1)
         with pytest.raises(RuntimeError, match="broken"):
             Trainer(net(), data(), config=CONFIG, callbacks=[profiler, Fail()], progress=False).train()
-        with span("nothing") as watched:
-            assert watched is None
+        assert not is_watched()
     Trainer(net(), data(), config=CONFIG, callbacks=[Profiler(start=1, steps=1)], progress=False).train()
 
 
