@@ -236,7 +236,7 @@ class Adafactor(DeviceOptimizer):
         first = torch.finfo(params[0].dtype).eps if first is None else first
         steps = self._steps(params)
         torch._foreach_add_(steps, 1)
-        counts = torch.stack(steps).double()
+        counts = torch.stack(steps).to(_exact(params[0].dtype))
         sizes = _rms(params).clamp_(min=second) * counts.rsqrt().clamp_(max=group["lr"])
         decay_weights(params, group["lr"], group["weight_decay"])
         weights = _each(counts.pow(group["beta2_decay"]), params[0].dtype)
@@ -328,4 +328,9 @@ def _rms(tensors: list[Tensor], divisor: float = 1.0) -> Tensor:
     """Return the root of the mean square of every tensor, divided by a number, as one vector."""
     norms = list(torch._foreach_norm(tensors))
     torch._foreach_div_(norms, [divisor * tensor.numel() ** 0.5 for tensor in tensors])
-    return torch.stack(norms).double()
+    return torch.stack(norms).to(_exact(tensors[0].dtype))
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers about tensors of a dtype are computed: a cast is one more kernel."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
