@@ -72,7 +72,7 @@ OPTIMIZERS = [
 
 HIDDEN = [  # these need the hidden matrices
     {"name": "muon", "lr": 0.1},
-    {"name": "lookahead", "optimizer": {"name": "muon", "lr": 0.1}},
+    {"name": "lookahead", "optimizer": {"name": "muon", "lr": 0.1, "normuon": True}},
 ]
 
 
@@ -242,6 +242,13 @@ def test_a_process_holds_its_shard(load, shard):
     assert dict(found.shares) == {1: 4, 2: 4}
 
 
+def test_states_that_every_process_has_are_counted_whole(load):
+    found = dry_run(load(optimizer={"name": "muon", "lr": 0.1, "normuon": True}, parallel="fsdp"), 2)
+    matrix, others = 8 * 6, [8, 8, 8, 2 * 8, 2]
+    numbers = matrix // 2 + 8 + 2 * sum(others) // 2 + len(others)  # a momentum and rows; two averages and a counter
+    assert found.optimizer == 4 * numbers
+
+
 def test_sizes_that_do_not_fit_the_world_are_refused(load):
     with pytest.raises(ConfigError, match="4096"):
         dry_run(load(parallel={"shard": 3}), 4096)
@@ -250,7 +257,7 @@ def test_sizes_that_do_not_fit_the_world_are_refused(load):
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"optimizer": {"name": "muon", "lr": 0.1}}, "needs whole matrices"),
+        ({"optimizer": {"name": "adafactor", "lr": 0.1}}, "needs whole matrices"),
         ({"callbacks": ["gradient_monitor"]}, "GradientMonitor"),
         ({"training": {"batch_size": "auto"}}, "batch_size is auto"),
         ({"training": {"on_out_of_memory": "split"}}, "on_out_of_memory is split"),

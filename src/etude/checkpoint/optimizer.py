@@ -15,6 +15,7 @@ from etude.checkpoint.trust import check_kind, record_of
 from etude.core.errors import CheckpointError
 from etude.core.model import clean_name, unwrap
 from etude.distributed.shards import is_sharded, model_param, sharded_like
+from etude.optim.device import DeviceOptimizer
 from etude.optim.eager import without_compiler
 from etude.optim.several import Optimizers, owner_of
 
@@ -46,6 +47,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     named = {name: parameter for group in groups for name, parameter in group.items()}
     indices = (index for group in saved["param_groups"] for index in group["params"])
     name_of = dict(zip(indices, named, strict=True))
+    owners = {name: owner_of(optimizer, place) for place, group in enumerate(groups) for name in group}
     return {
         "optimizer": _kind(optimizer),
         "shapes": {name: tuple(model_param(parameter).shape) for name, parameter in named.items()},
@@ -55,7 +57,8 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         ],
         "state": {
             name_of[key]: {
-                kind: _sharded(named[name_of[key]], one, f"{name_of[key]}.{kind}") for kind, one in value.items()
+                kind: _sharded(named[name_of[key]], one, kind, name_of[key], owners[name_of[key]])
+                for kind, one in value.items()
             }
             for key, value in saved["state"].items()
             if key in name_of
@@ -91,15 +94,15 @@ def _with_bytes(saved: Any, own: Any, path: str = "optimizer.other") -> Any:
     return {key: _with_bytes(item, own.get(key), f"{path}.{key}") for key, item in saved.items()}
 
 
-def _sharded(parameter: Tensor, value: Any, place: str) -> Any:
-    """Return a state of a parameter, divided among ranks as the parameter is."""
-    if not isinstance(value, Tensor):
+def _sharded(parameter: Tensor, value: Any, kind: str, name: str, owner: Optimizer) -> Any:
+    """Return a state of a parameter, divided among ranks as the parameter is; or whole if all ranks have it."""
+    if not isinstance(value, Tensor) or (isinstance(owner, DeviceOptimizer) and kind in owner.whole_states):
         return value
     found = sharded_like(parameter, value)
     if found is value and is_sharded(model_param(parameter)) and value.dim():
         raise CheckpointError(
-            f"cannot save optimizer.state.{place}: its shape {tuple(value.shape)} is not that of its parameter, which "
-            "is divided among processes; use another optimizer"
+            f"cannot save optimizer.state.{name}.{kind}: its shape {tuple(value.shape)} is not that of its parameter, "
+            "which is divided among processes; use another optimizer"
         )
     return found
 

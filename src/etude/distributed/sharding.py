@@ -222,12 +222,13 @@ class Shards:
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 
-    def norm(self, params: Iterable[nn.Parameter], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Return the norm of all gradients over all processes; `norm_of` is that of the ones here."""
+    def norm(
+        self, params: Iterable[Tensor], grads: Iterable[Tensor], norm_of: Callable[[list[Tensor]], Tensor]
+    ) -> Tensor:
+        """Return the norm of the gradients of these parameters over all processes; `norm_of` is that of some here."""
         by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
-        for param in params:
-            if param.grad is not None:
-                by_groups.setdefault(_groups(param), []).append(param.grad)
+        for param, grad in zip(params, grads, strict=True):
+            by_groups.setdefault(_groups(param), []).append(grad)
         total: Tensor | None = None
         for groups, grads in by_groups.items():
             square = norm_of(grads) ** 2
@@ -267,7 +268,7 @@ def follow_shards(optimizer: Any, names: Mapping[int, str], model: nn.Module, sh
             ]
 
 
-def _groups(param: nn.Parameter) -> tuple[Any, ...]:
+def _groups(param: Tensor) -> tuple[Any, ...]:
     """Return the groups of processes over which the elements of a parameter are divided."""
     if not isinstance(param, LocalParameter):
         return ()

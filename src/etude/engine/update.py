@@ -58,6 +58,8 @@ class Updater:
         self._met: set[int] = set()
         """Parameters that have been updated at least once."""
         self._perturbed = perturbed_in(optimizer)
+        if self._perturbed is not None:
+            self._perturbed.shards = shards
         self._first_norm: Tensor | None = None
         """Norm of the first gradients of a step that needs second ones."""
         self._constants: dict[float, Tensor] = {}
@@ -139,6 +141,8 @@ class Updater:
     def perturb(self) -> None:
         """Move the weights to where the optimizer wants its gradient, and drop the gradients."""
         assert self._perturbed is not None
+        if self.shards is not None:
+            self.shards.collect()
         self._first_norm = self._perturbed.perturb()
         Updater.zero_grad(self)
 
@@ -193,7 +197,9 @@ class Updater:
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """Return the norm of all gradients, over all processes."""
-        return global_norm(grads) if self.shards is None else self.shards.norm(self.params, global_norm)
+        if self.shards is None:
+            return global_norm(grads)
+        return self.shards.norm((param for param in self.params if param.grad is not None), grads, global_norm)
 
     def _values(self) -> list[Tensor]:
         """Return the gradients; for sparse ones their values, as views, after coalescing."""

@@ -1,9 +1,9 @@
 """`etude train --dry-run`: what a run on any number of processes needs, without training and without its devices."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from etude.callbacks.ema import EMA
 from etude.checkpoint.optimizer_needs import needed_state
@@ -34,8 +35,10 @@ from etude.engine.callback_list import CallbackList
 from etude.experiment.build import Data, build_component, build_data, sizes_of
 from etude.experiment.check import check_experiment, on_meta, small_optimizer, small_weights
 from etude.experiment.config import ExperimentConfig
+from etude.experiment.needs import DryRun, size_in_words
 from etude.losses import SupervisedTask
-from etude.optim.elements import check_elementwise
+from etude.optim.device import DeviceOptimizer
+from etude.optim.elements import check_divisible
 from etude.optim.several import everything_in, optimizers_in
 from etude.optim.wrappers import Lookahead
 from etude.trainer import TrainerConfig
@@ -46,85 +49,6 @@ from etude.trainer.machine import Machine
 MOST_WORLD = 2**17
 MOST_CHECKED = 2_000_000
 """Samples up to which every index of an epoch is counted."""
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-@dataclass(slots=True)
-class DryRun:
-    """What a run needs. Sizes are bytes of one process; None where they are unknown."""
-
-    name: str
-    world: int
-    parameters: int = 0
-    trained: int = 0
-    sizes: Sizes = field(default_factory=Sizes)
-    weights: int = 0
-    """Parameters and buffers, or the shard of them."""
-    gradients: int = 0
-    buckets: int = 0
-    """What DistributedDataParallel needs to all-reduce the gradients."""
-    gathered: int = 0
-    """The two largest blocks, which FSDP2 gathers: one at work and the next one."""
-    optimizer: int | None = None
-    average: int = 0
-    """The moving average of the weights (`training.ema`, or the callback)."""
-    checkpoint: int | None = None
-    """The size of a checkpoint, over all processes."""
-    activations: int | None = None
-    """What the forward pass of the model keeps for the backward pass, in float32 and without recomputation."""
-    no_activations: str = ""
-    """Why the activations are unknown."""
-    micro_batch: int = 0
-    """The most samples of one process in a forward pass."""
-    batch_size: int | None = None
-    samples: dict[str, int] = field(default_factory=dict)
-    """Samples by split."""
-    shares: Counter[int] = field(default_factory=Counter)
-    """Samples of a process in a full batch → how many processes have so many."""
-    steps_per_epoch: int | None = None
-    total_steps: int | None = None
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def memory(self) -> int | None:
-        """The memory of a process, as far as it is known."""
-        parts = (self.weights, self.gradients, self.buckets, self.gathered, self.average)
-        if self.optimizer is None or self.activations is None:
-            return None
-        return sum(parts) + self.optimizer + self.activations
-
-    def lines(self) -> Iterator[str]:
-        """Return it in words."""
-        many = f"{self.world:,} process{'es' * (self.world != 1)}"
-        yield f"{self.name} on {many}; nothing is trained or written"
-        if self.sizes.divides_model:
-            one = self.sizes
-            yield _row("parallel", f"data {one.data:,} x shard {one.shard:,} x tensor {one.tensor:,}")
-        yield _row("parameters", f"{self.parameters:,}, {self.trained:,} of them trained")
-        yield _row("samples", ", ".join(f"{count:,} {name}" for name, count in self.samples.items()) or "unknown")
-        if self.shares:
-            sizes = " or ".join(f"{size:,}" for size in sorted(self.shares))
-            each = "each" if self.sizes.tensor == 1 else f"each group of {self.sizes.tensor} (parallel.tensor)"
-            yield _row("batch", f"{self.batch_size:,} samples over all processes, {sizes} on {each}")
-        steps = "unknown" if self.steps_per_epoch is None else f"{self.steps_per_epoch:,} steps"
-        total = "no end" if self.total_steps is None else f"{self.total_steps:,} steps"
-        yield _row("epoch, run", f"{steps}, {total}")
-        yield "memory of each process"
-        yield _row("weights", size_in_words(self.weights))
-        yield _row("gradients", size_in_words(self.gradients))
-        if self.buckets:
-            yield _row("gradient buckets", size_in_words(self.buckets))
-        if self.gathered:
-            yield _row("gathered blocks", size_in_words(self.gathered))
-        yield _row("optimizer", size_in_words(self.optimizer))
-        if self.average:
-            yield _row("average (ema)", size_in_words(self.average))
-        known = f"{size_in_words(self.activations)} for {self.micro_batch:,} samples (float32, forward of the model)"
-        yield _row("activations", f"unknown: {self.no_activations}" if self.activations is None else known)
-        if self.memory is not None:
-            yield _row("sum", size_in_words(self.memory))
-        yield _row("checkpoint", size_in_words(self.checkpoint))
-        yield from (f"note: {line}" for line in self.warnings)
 
 
 def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
@@ -143,7 +67,7 @@ def dry_run(config: ExperimentConfig, world: int = 1) -> DryRun:
     found = DryRun(config.name, world)
     found.sizes = _sizes(found, config.sections["parallel"], model)
     if found.sizes.divides_model:
-        check_elementwise(optimizer)
+        check_divisible(optimizer)
         check_divided(training, callbacks)
     _measure_model(found, config, model)
     if (has_average := any(isinstance(one, EMA) for one in callbacks)) and found.checkpoint is not None:
@@ -275,11 +199,20 @@ def _optimizer_bytes(config: ExperimentConfig, model: nn.Module) -> int | None:
         for group in one.param_groups:
             settings = {key: value for key, value in group.items() if key != "params"}
             for param in group["params"]:
-                state = needed_state(one, settings, _local(large[id(param)]))
+                state = _state(one, settings, large[id(param)])
                 if state is None:
                     return None
                 total += _bytes(value for value in state.values() if isinstance(value, Tensor))
     return total
+
+
+def _state(optimizer: Optimizer, settings: Mapping[str, Any], param: Tensor) -> dict[str, Any] | None:
+    """Return the state of one process for a parameter, without data; None if it is unknown."""
+    found = needed_state(optimizer, settings, _local(param))
+    if found is None or not isinstance(optimizer, DeviceOptimizer):
+        return found
+    whole = needed_state(optimizer, settings, param) if optimizer.whole_states else None
+    return found | {kind: value for kind, value in (whole or {}).items() if kind in optimizer.whole_states}
 
 
 def _measure_data(found: DryRun, loader: DataLoader, training: TrainerConfig) -> None:
@@ -377,19 +310,3 @@ def _sized(data: Data, name: str) -> Any:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in map(_local, tensors))
-
-
-def size_in_words(count: int | None) -> str:
-    """Return a size in its largest unit.
-
-    >>> size_in_words(999), size_in_words(5 * 2**20), size_in_words(None)
-    ('999 B', '5.0 MiB', 'unknown')
-    """
-    if count is None:
-        return "unknown"
-    place = min(max(0, (count.bit_length() - 1) // 10), len(UNITS) - 1)
-    return f"{count:,} B" if place == 0 else f"{count / 2 ** (10 * place):,.1f} {UNITS[place]}"
-
-
-def _row(name: str, words: str) -> str:
-    return f"  {name:<17} {words}"

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any, ClassVar, Unpack
 
 import torch
 from annotated_types import Ge, Lt
@@ -42,6 +42,8 @@ class DeviceOptimizer(KernelOptimizer):
     device. It copies one piece of the parameters at a time.
     """
 
+    whole_states: ClassVar[frozenset[str]] = frozenset()
+    """Names of states that are whole, and the same, on each of the processes that divide a parameter."""
     _has_fused = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 from etude.config.registry import register
 from etude.core.errors import ConfigError
 from etude.core.spelling import listed, names_matching
+from etude.distributed.matrices import Matrices, largest_part, layout_of
+from etude.distributed.shards import model_param
 from etude.optim.device import DeviceOptimizer, add_scaled, decay_weights
 from etude.optim.groups import NamedParams, named_params
 from etude.optim.kernels import ALIASES, Common, Decay, Fraction, ParamsT, Rate, arguments
@@ -50,7 +52,12 @@ def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor
 
 
 class MatrixMuon(DeviceOptimizer):
-    """Muon for parameters that are all matrices; convolution kernels count as (out, rest). See `Muon`."""
+    """Muon for parameters that are all matrices; convolution kernels count as (out, rest). See `Muon`.
+
+    Where processes divide a model, each of them orthogonalizes a share of its matrices.
+    """
+
+    whole_states = frozenset({"neuron_sq"})
 
     @arguments
     def __init__(
@@ -72,12 +79,12 @@ class MatrixMuon(DeviceOptimizer):
         super().__init__(self._grouped(params, lr, **common), {"lr": lr, "weight_decay": weight_decay, **settings})
 
     def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
-        """Return lists of matrices of equal shape."""
+        """Return lists of matrices of equal shape, in the same order on all processes."""
         found: dict[Any, list[Tensor]] = {}
         for param in params:
-            found.setdefault((param.device, param.dtype, param.shape), []).append(param)
+            found.setdefault((param.device, param.dtype, layout_of(param)), []).append(param)
         for same in found.values():
-            most = max(1, LARGEST_STACK // same[0].numel()) if group["foreach"] else 1
+            most = max(1, LARGEST_STACK // largest_part(same[0])) if group["foreach"] else 1
             yield from (same[start : start + most] for start in range(0, len(same), most))
 
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
@@ -88,21 +95,23 @@ class MatrixMuon(DeviceOptimizer):
         ahead = list(torch._foreach_lerp(grads, momenta, beta)) if group["nesterov"] else momenta
         is_half = group["precision"] == "bfloat16" or (group["precision"] == "auto" and first.is_cuda)
         stacked = torch.stack(ahead).flatten(2).to(torch.bfloat16 if is_half else _at_least_float32(first.dtype))
-        steps = orthogonalize(stacked, group["ns_steps"]).to(first.dtype)
+        matrices = Matrices(first, len(params))
+        steps = orthogonalize(matrices.shares(stacked), group["ns_steps"])
         if group["normuon"]:
-            steps = self._normalized(params, steps)
-        moves = [step.view_as(first) for step in steps.unbind()]
+            steps = self._normalized(params, steps.to(first.dtype), matrices)
+        moves = [part.view_as(first) for part in matrices.parts(steps).to(first.dtype).unbind()]
         if group["cautious"] and group["weight_decay"]:
             self._decay_cautiously(params, moves, rate * group["weight_decay"])
         else:
             decay_weights(params, rate, group["weight_decay"])
         add_scaled(params, moves, -rate * _adjustment(steps, group["adjust_lr"]))
 
-    def _normalized(self, params: list[Tensor], steps: Tensor) -> Tensor:
+    def _normalized(self, params: list[Tensor], steps: Tensor, matrices: Matrices) -> Tensor:
         """Divide the step of every neuron by the root of its mean square so far; keep the norm of the whole step."""
-        kept = self.states("neuron_sq", params, lambda one: one.new_zeros(one.size(0), 1))
-        torch._foreach_lerp_(kept, list(steps.square().mean(-1, keepdim=True).unbind()), 1 - NEURON_BETA)
-        found = steps / torch.stack(kept).sqrt().clamp_(min=1e-8)
+        kept = self.states("neuron_sq", params, lambda one: one.new_zeros(model_param(one).size(0), 1))
+        squares = matrices.share_of(torch.stack(kept)).lerp(steps.square().mean(-1, keepdim=True), 1 - NEURON_BETA)
+        torch._foreach_copy_(kept, list(matrices.copies(squares).unbind()))
+        found = steps / squares.sqrt_().clamp_(min=1e-8)
         before, after = (torch.linalg.matrix_norm(one, keepdim=True) for one in (steps, found))
         return found.mul_(before / after.clamp(min=1e-8))
 
@@ -186,7 +195,7 @@ class Muon(Optimizers):
 
 def _shares(optimizer: torch.optim.Optimizer, label: str, names: Mapping[int, str]) -> str:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    size = sum(param.numel() for param in params)
+    size = sum(model_param(param).numel() for param in params)
     shown = listed([names[id(param)] for param in params], shorten=True)
     return f"{label} updates {len(params)} tensor{'s' * (len(params) > 1)} ({size:,} weights): {shown}"
 
@@ -202,7 +211,7 @@ def _hidden(given: NamedParams, adamw: str | Sequence[str]) -> set[int]:
         id(param)
         for param in params
         if param.dim() >= 2
-        and 1 < param.size(0) < param.numel()
+        and 1 < model_param(param).size(0) < model_param(param).numel()
         and id(param) not in given.outer
         and not _OUTER.search(names[id(param)])
         and names[id(param)] not in chosen

@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import chain
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,12 @@ from torch.optim import Optimizer
 from etude.config.registry import Section, register
 from etude.core.errors import ConfigError, TrainingError
 from etude.core.spelling import listed, names_matching
+from etude.optim.clipping import global_norm
 from etude.optim.eager import take_step
 from etude.optim.groups import NamedParams
+
+if TYPE_CHECKING:
+    from etude.distributed.sharding import Shards
 
 _OF_KERNELS = ("grad_scale", "found_inf")
 """Attributes through which fused kernels are given the loss scale and whether to skip."""
@@ -160,7 +164,16 @@ class Perturbed(Optimizers):
         self._perturbed: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._is_restored = False
+        self.shards: Shards | None = None
+        """Those of a model that processes divide, whose parts the parameters are."""
         super().__init__([optimizer])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "shards": None}
+
+    def norm(self, params: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """Return the norm of the gradients of these parameters, over all processes."""
+        return global_norm(grads) if self.shards is None else self.shards.norm(params, grads, global_norm)
 
     def move(self, params: list[Tensor], grads: list[Tensor]) -> Tensor:
         """Change the parameters in place, given their gradients; return a number that is finite if the gradients are.

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from etude.config.registry import Section, register
 from etude.core.arguments import as_whole, checked
 from etude.core.errors import CheckpointError, ConfigError
-from etude.optim.clipping import global_norm
 from etude.optim.eager import without_grad
 from etude.optim.schedule_free import with_modes
 from etude.optim.several import Optimizers, Perturbed, everything_in, optimizers_in
@@ -219,7 +218,7 @@ class SAM(Perturbed):
         """Add rho·g/|g| to the parameters unless a gradient is not finite; return the norm. The gradients change."""
         if self.adaptive:
             torch._foreach_mul_(grads, params)
-        norm = global_norm(grads)
+        norm = self.norm(params, grads)
         if self.adaptive:  # w·conj(w) is w² of complex weights
             torch._foreach_mul_(grads, [param.conj() for param in params])
         if norm.is_cpu:  # reading a value does not wait

@@ -27,7 +27,7 @@ from etude.engine.step import Step
 from etude.engine.update import Updater
 from etude.optim import AdamW
 from etude.optim.eager import without_compiler
-from etude.optim.elements import check_elementwise
+from etude.optim.elements import check_divisible
 from etude.optim.groups import NamedParams, names_of, outer_params
 from etude.optim.several import Optimizers, check_shares, owner_of
 from etude.trainer.arguments import Section, build_named, expect
@@ -87,7 +87,7 @@ def make_step(
             wrapped = wrap_data_parallel(model, machine.world, machine.device, find_unused_parameters=unused)
     clip = {"clip_norm": config.gradient_clip_norm, "clip_value": config.gradient_clip_value}
     if shards is not None:
-        check_elementwise(made)
+        check_divisible(made)
     updater = Updater(made, **clip, precision=machine.precision, shards=shards)
     metrics = None if isinstance(config.train_metrics, list) else config.train_metrics
     size = None if config.micro_batch_size == "auto" else config.micro_batch_size
