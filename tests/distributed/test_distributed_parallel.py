@@ -81,6 +81,8 @@ SETTINGS = {
     "normuon": ({}, {"optimizer": NORMUON}),
     "sam": ({"grad_accum_steps": 2}, {"optimizer": SAM}),
     "adaptive sam": ({"ema": 0.9}, {"optimizer": {**SAM, "rho": 0.5, "adaptive": True}}),
+    "compiled": ({"compile": "step", "grad_accum_steps": 2}, {}),
+    "compiled, recomputed": ({"compile": "model", "activation_checkpointing": True}, FUSED),
 }
 
 
@@ -176,6 +178,7 @@ def test_what_cannot_be_divided_is_one_line(runs, layout, sections, words):
         "sharded_like_alone",
         "replicated_like_alone",
         "plan_inside",
+        "compiled_blocks",
         "deferred",
         "embedding_by_rows",
         "first_rank_without_samples",

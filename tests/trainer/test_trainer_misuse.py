@@ -163,3 +163,14 @@ def test_random_draws_in_the_state_of_a_callback_do_not_change_the_training(tmp_
     plain.train()
     for mine, theirs in zip(with_draws.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_model_that_cannot_be_compiled_is_one_line(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, "/no/such/compiler"))
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    trainer = make_trainer(config={"compile": "model"})
+    with pytest.raises(TrainingError, match=r"No working C\+\+ compiler.*training.compile=off"):
+        trainer.train()
+    torch.compiler.reset()

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from etude.core.blocks import repeated_blocks
 from etude.core.errors import ConfigError
 
 STYLES = ("colwise", "rowwise", "colwise_gathered", "replicated")
@@ -36,6 +39,10 @@ def divide_layers(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = 
         layers = {name: model.get_submodule(name) for name in found if style != "replicated"}
         styles |= {name: _style(style, layer, name, mesh.size()) for name, layer in layers.items()}
     parallelize_module(model, mesh, styles)
+    inside = tuple(f"{block}." for block in repeated_blocks(model))
+    for name in styles:
+        if not name.startswith(inside):
+            model.get_submodule(name).register_forward_hook(_wait)
     # Of a layer that does not fit, torch prints a traceback beside the error that it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for first, others in tied.items():
@@ -93,6 +100,25 @@ def _style(style: str, module: nn.Module, name: str, size: int) -> ParallelStyle
     if style == "colwise_gathered":
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel() if style == "colwise" else RowwiseParallel()
+
+
+class _Waited(torch.autograd.Function):
+    """The tensor that a collective gives, once it is there."""
+
+    @staticmethod
+    def forward(_ctx: Any, output: AsyncCollectiveTensor) -> Tensor:
+        found: Tensor = output.trigger_wait()
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _wait(_layer: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Wait for the output of a layer: torch's compiled code drops the gradient of one that is still under way."""
+    wait: Any = _Waited.apply
+    return wait(output) if isinstance(output, AsyncCollectiveTensor) else output
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

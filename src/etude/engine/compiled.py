@@ -21,7 +21,7 @@ from etude.core.batch import map_tensors
 from etude.core.buffers import probing
 from etude.core.forms import parts_of
 from etude.core.task import LossTerm
-from etude.engine.explain import first_line, first_of
+from etude.engine.explain import first_line, first_of, is_of_compiler
 from etude.engine.flops import FLOPS_PER_WEIGHT, matrix_parameters
 from etude.engine.recorder import Unfit, form_of as batch_form
 
@@ -90,7 +90,7 @@ class CompiledTask:
         try:
             found = self._compiled(self.task, model, batch, metrics)
         except Exception as error:
-            if not _is_of_compiler(error):
+            if not is_of_compiler(error):
                 raise
             self._refuse(first_line(first_of(error)))
             self.warn(f"the step is not compiled: {self.refused}")
@@ -197,11 +197,6 @@ def form_of(batch: Batch) -> Hashable:
 def _parts(task: Task, model: nn.Module, batch: Batch, metrics: bool | None) -> dict[str, tuple[Any, ...]]:
     terms = task(model, batch, metrics=metrics)
     return {name: (one.sum, one.count, one.weight, one.reported, one.optional) for name, one in terms.items()}
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    """Whether the compiler failed, rather than the compiled code."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
 
 
 def saves_time(steps: int | None, micro_batches: int, run: Callable[[nn.Module, Batch], Any]) -> Callable[..., bool]:

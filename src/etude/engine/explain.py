@@ -216,18 +216,26 @@ def explain_out_of_memory(device: torch.device, place: str, remedies: Callable[[
         ) from error
 
 
+def is_of_compiler(error: Exception) -> bool:
+    """Return whether torch's compiler failed, rather than the compiled code."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
+
+
 @contextlib.contextmanager
-def explain_compiler_disk() -> Iterator[None]:
-    """Turn an error of torch's compiler about a full disk into one message with the remedies."""
+def explain_compiler() -> Iterator[None]:
+    """Turn an error of torch's compiler into one message with the remedies."""
     try:
         yield
-    except RuntimeError as error:
-        said = re.search(r"No space left on device|File too large|Disk quota exceeded", str(error))
-        if said is None or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+    except Exception as error:
+        if not is_of_compiler(error):
             raise
+        if said := re.search(r"No space left on device|File too large|Disk quota exceeded", str(error)):
+            raise TrainingError(
+                f"the compiler cannot write its files: {said.group()}; set TORCHINDUCTOR_CACHE_DIR to a folder with "
+                "space, or training.compile=off"
+            ) from error
         raise TrainingError(
-            f"the compiler cannot write its files: {said.group()}; set TORCHINDUCTOR_CACHE_DIR to a folder with space, "
-            "or training.compile=false"
+            f"torch cannot compile this model: {first_line(first_of(error))}; set training.compile=off"
         ) from error
 
 

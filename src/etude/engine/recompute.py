@@ -5,7 +5,7 @@ Dropout draws the same random numbers again, so gradients are the same up to rou
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -76,14 +76,24 @@ def _forget_cache(model: RecomputesItself) -> None:
         config.use_cache = False
 
 
+def compile_blocks(model: nn.Module, names: list[str]) -> None:
+    """Compile blocks in place, so that parameter names do not change; what is recomputed is compiled inside of that."""
+    for block in map(model.get_submodule, names):
+        own = vars(block).get("forward")
+        if isinstance(own, functools.partial) and own.func is _recomputed:
+            block.forward = functools.partial(own, inner=torch.compile(type(block).forward))
+        else:
+            block.compile()
+
+
 def _wrap(block: nn.Module) -> None:
     """Replace the forward pass of a module. A copy of the module gets its own forward pass."""
     if "forward" not in vars(block):  # skip if already done
         block.forward = functools.partial(_recomputed, block)
 
 
-def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = functools.partial(type(block).forward, block)
+def _recomputed(block: nn.Module, *args: Any, inner: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+    forward = functools.partial(inner or type(block).forward, block)
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     statistics = [part for part in block.modules() if isinstance(part, _NormBase) and part.track_running_stats]

@@ -22,14 +22,14 @@ from etude.engine.captured_evaluation import CapturedEvaluation
 from etude.engine.compiled import CompileMode, Way
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
-    explain_compiler_disk,
+    explain_compiler,
     explain_out_of_memory,
     explain_single_sample,
     explain_worker_failure,
 )
 from etude.engine.precision import MixedPrecision, PrecisionName
 from etude.engine.prediction import predict
-from etude.engine.recompute import recompute_activations
+from etude.engine.recompute import compile_blocks, recompute_activations
 from etude.engine.stopping import Interrupts
 from etude.trainer.config import TrainerConfig
 
@@ -138,7 +138,9 @@ class Machine:
         if config.recomputed_blocks is not None:
             recompute_activations(model, **config.recomputed_blocks)
         if self.compiled(config.compile) == "model":
-            model.compile()  # in place, so parameter names do not change
+            # Blocks of a divided model, between which FSDP2 gathers weights: they share one graph, and torch cannot
+            # compile an embedding that is divided by rows.
+            compile_blocks(model, (repeated_blocks(model) if divides else []) or [""])
 
     def compiled(self, mode: CompileMode) -> Way | None:
         """Return what is compiled here; None if the step is, or may be if worthwhile."""
@@ -182,7 +184,7 @@ class Machine:
             return [*found, "a smaller model or shorter inputs"]
 
         memory = explain_out_of_memory(self.device, "", remedies)
-        with self.current(), explain_worker_failure(), explain_single_sample(), explain_compiler_disk(), memory:
+        with self.current(), explain_worker_failure(), explain_single_sample(), explain_compiler(), memory:
             yield
 
     @contextmanager
