@@ -106,26 +106,34 @@ def compiled_blocks() -> None:
     """The blocks of a divided model are compiled, all as the same code."""
     from torch._dynamo.utils import counters
 
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.linear(x).tanh()
+
     class Stem(nn.Module):
         """Equal blocks behind layers that a plan can divide."""
 
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5))
+            self.blocks = nn.ModuleList(Block() for _ in range(5))
             self.head = nn.Linear(8, 3)
 
         def forward(self, x):
             x = self.down(self.up(x))
             for block in self.blocks:
-                x = x + block(x)
+                x = block(x)
             return self.head(x)
 
     x, labels = points()
     data = x[:24], labels[:24]
     alone, expected, _ = trained(Stem, data, World())
     assert not counters["stats"]
-    plan = {"up": "colwise", "down": "rowwise", "blocks.*.0": "replicated"}
+    plan = {"up": "colwise", "down": "rowwise", "blocks.*": "replicated"}
     for parallel in ("fsdp", {"tensor": 2, "tensor_plan": plan}):
         counters.clear()
         model, found, _ = trained(Stem, data, parallel=parallel, config={"compile": "step"})

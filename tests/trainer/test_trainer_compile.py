@@ -34,7 +34,7 @@ def compiler(monkeypatch):
         return run
 
     monkeypatch.setattr(torch, "compile", of)
-    monkeypatch.setattr(nn.Module, "compile", lambda _self: None)
+    monkeypatch.setattr("etude.trainer.machine.compile_in_place", lambda _model: None)
     decide = Machine.compiled
     monkeypatch.setattr(Machine, "compiled", lambda self, mode: decide(self, "step" if mode == "auto" else mode))
     monkeypatch.setattr(module, "SAVED_LAYER_S", 2 * (module.COMPILE_S + module.COMPILE_LAYER_S) / (4 * len(SIZES)))

@@ -165,12 +165,11 @@ def test_random_draws_in_the_state_of_a_callback_do_not_change_the_training(tmp_
         assert torch.equal(mine, theirs)
 
 
-def test_a_model_that_cannot_be_compiled_is_one_line(monkeypatch):
+def test_a_model_that_cannot_be_compiled_is_one_line():
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "/no/such/compiler"))
-    monkeypatch.setattr(config, "force_disable_caches", True)
     trainer = make_trainer(config={"compile": "model"})
-    with pytest.raises(TrainingError, match=r"No working C\+\+ compiler.*training.compile=off"):
+    broken = config.patch({"cpp.cxx": (None, "/no/such/compiler"), "fx_graph_cache": False})
+    with broken, pytest.raises(TrainingError, match=r"No working C\+\+ compiler.*training.compile=off"):
         trainer.train()
     torch.compiler.reset()

@@ -8,6 +8,8 @@ Compiled and eager code round differently. So checkpoints keep a run's decisions
 full batch, and which shapes are compiled. A resumed run then computes exactly what an uninterrupted run does.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
@@ -21,8 +23,9 @@ from etude.core.batch import map_tensors
 from etude.core.buffers import probing
 from etude.core.forms import parts_of
 from etude.core.task import LossTerm
-from etude.engine.explain import first_line, first_of, is_of_compiler
+from etude.engine.explain import compiler_problem, is_of_compiler
 from etude.engine.flops import FLOPS_PER_WEIGHT, matrix_parameters
+from etude.engine.recompute import is_recomputed, recompute_compiled
 from etude.engine.recorder import Unfit, form_of as batch_form
 
 CompileMode = Literal["auto", "off", "model", "step"]
@@ -92,7 +95,7 @@ class CompiledTask:
         except Exception as error:
             if not is_of_compiler(error):
                 raise
-            self._refuse(first_line(first_of(error)))
+            self._refuse(compiler_problem(error))
             self.warn(f"the step is not compiled: {self.refused}")
             return self.task(model, batch, metrics=metrics)
         return {name: LossTerm(*parts) for name, parts in found.items()}
@@ -176,6 +179,37 @@ class CompiledTask:
         config.recompile_limit = max(config.recompile_limit, 2 * MOST_SHAPES)
         self._way, self._compiled = "step", torch.compile(_parts, dynamic=False, backend=self.backend)
         self.notice("compiling the step; later runs use the compilation cache")
+
+
+def compile_in_place(module: nn.Module) -> None:
+    """Compile a module; its class and parameter names stay. If it is recomputed, what is recomputed is compiled."""
+    if is_recomputed(module):
+        recompute_compiled(module, torch.compile(_forward))
+    elif type(module).forward.__module__.startswith("torch.nn."):
+        module.forward = _CompiledForward(module)
+    else:
+        module.compile()
+
+
+class _CompiledForward:
+    """The compiled forward pass of a module of torch, such as nn.Sequential, whose own `compile` does nothing.
+
+    Copies and pickles of the module are compiled again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._run = module, torch.compile(_forward)
+        self.__signature__ = inspect.signature(functools.partial(type(module).forward, module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module,)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def form_of(batch: Batch) -> Hashable:

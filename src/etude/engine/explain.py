@@ -221,6 +221,13 @@ def is_of_compiler(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
 
 
+def compiler_problem(error: Exception) -> str:
+    """Return in one line why torch's compiler failed."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return first_line(error.inner_exception if isinstance(error, BackendCompilerFailed) else error)
+
+
 @contextlib.contextmanager
 def explain_compiler() -> Iterator[None]:
     """Turn an error of torch's compiler into one message with the remedies."""
@@ -235,7 +242,7 @@ def explain_compiler() -> Iterator[None]:
                 "space, or training.compile=off"
             ) from error
         raise TrainingError(
-            f"torch cannot compile this model: {first_line(first_of(error))}; set training.compile=off"
+            f"torch cannot compile this model: {compiler_problem(error)}; set training.compile=off"
         ) from error
 
 

@@ -76,14 +76,15 @@ def _forget_cache(model: RecomputesItself) -> None:
         config.use_cache = False
 
 
-def compile_blocks(model: nn.Module, names: list[str]) -> None:
-    """Compile blocks in place, so that parameter names do not change; what is recomputed is compiled inside of that."""
-    for block in map(model.get_submodule, names):
-        own = vars(block).get("forward")
-        if isinstance(own, functools.partial) and own.func is _recomputed:
-            block.forward = functools.partial(own, inner=torch.compile(type(block).forward))
-        else:
-            block.compile()
+def is_recomputed(block: nn.Module) -> bool:
+    """Whether a module recomputes its activations in the way of `recompute_activations`."""
+    own = vars(block).get("forward")
+    return isinstance(own, functools.partial) and own.func is _recomputed
+
+
+def recompute_compiled(block: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let a module that recomputes its activations run compiled code: a function of the module and its arguments."""
+    block.forward = functools.partial(_recomputed, block, inner=forward)
 
 
 def _wrap(block: nn.Module) -> None:

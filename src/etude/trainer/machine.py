@@ -19,7 +19,7 @@ from etude.distributed.settings import ParallelConfig, memory_of
 from etude.distributed.sharing import separate_buffers, share_weights
 from etude.engine.capture import CaptureMode
 from etude.engine.captured_evaluation import CapturedEvaluation
-from etude.engine.compiled import CompileMode, Way
+from etude.engine.compiled import CompileMode, Way, compile_in_place
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
     explain_compiler,
@@ -29,7 +29,7 @@ from etude.engine.explain import (
 )
 from etude.engine.precision import MixedPrecision, PrecisionName
 from etude.engine.prediction import predict
-from etude.engine.recompute import compile_blocks, recompute_activations
+from etude.engine.recompute import recompute_activations
 from etude.engine.stopping import Interrupts
 from etude.trainer.config import TrainerConfig
 
@@ -140,7 +140,9 @@ class Machine:
         if self.compiled(config.compile) == "model":
             # Blocks of a divided model, between which FSDP2 gathers weights: they share one graph, and torch cannot
             # compile an embedding that is divided by rows.
-            compile_blocks(model, (repeated_blocks(model) if divides else []) or [""])
+            blocks = repeated_blocks(model) if divides else []
+            for name in blocks or [""]:
+                compile_in_place(model.get_submodule(name))
 
     def compiled(self, mode: CompileMode) -> Way | None:
         """Return what is compiled here; None if the step is, or may be if worthwhile."""

@@ -1,0 +1,68 @@
+"""Compiling a module in place: it computes the same, by compiled code, whatever class it has."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from etude.engine.compiled import compile_in_place
+from etude.engine.recompute import recompute_activations
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def gradients(model):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    output = model(x)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), model.parameters())]
+
+
+@pytest.mark.parametrize("make", [Net, lambda: Net().blocks], ids=["own class", "nn.Sequential"])
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by the compiler
+def test_a_module_is_compiled(make, recomputed):
+    model = make()
+    expected, names = gradients(model), [*model.state_dict()]
+    if recomputed:
+        recompute_activations(model, blocks="*[01]")
+        for block in model.modules():
+            if "forward" in vars(block):
+                compile_in_place(block)
+    else:
+        compile_in_place(model)
+    torch.testing.assert_close(gradients(model), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert [*model.state_dict()] == names
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("make", [Net, lambda: Net().blocks], ids=["own class", "nn.Sequential"])
+def test_a_copy_has_weights_of_its_own(make, again):
+    model = make()
+    compile_in_place(model)
+    assert [*inspect.signature(model.forward).parameters] == [*inspect.signature(make().forward).parameters]
+    expected = gradients(model)
+    copied = again(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    torch.testing.assert_close(gradients(copied), expected)
