@@ -50,7 +50,7 @@ def test_a_module_is_compiled(make, recomputed):
     else:
         compile_in_place(model)
     torch.testing.assert_close(gradients(model), expected)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 1 + recomputed  # inputs of the second block need gradients
     assert [*model.state_dict()] == names
 
 
