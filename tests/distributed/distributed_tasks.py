@@ -20,11 +20,14 @@ TASKS = ("kind", "flags", "size")
 class Trunk(nn.Module):
     feature_dim = 6
 
-    def __init__(self):
+    def __init__(self, most=99):
         super().__init__()
+        self.most = most
         self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh())
 
     def features(self, x):
+        if self.training and len(x) > self.most:
+            raise torch.OutOfMemoryError("out of memory")
         # An empty batch cannot be reshaped like this, nor by many models that people write.
         return self.layers(x).view(x.shape[0], -1)
 
@@ -66,11 +69,11 @@ class Looks(TaskGradientWatcher):
         self.found.append((gradients.tasks, gradients.products.tolist()))
 
 
-def trained(kind, name, accumulate, rest, world=None, parallel=None):
+def trained(kind, name, accumulate, rest, world=None, parallel=None, most=None):
     torch.manual_seed(0)
     weighting = None if name == "none" else lookup("weighting", name).factory(TASKS)
     heads = {task: LinearHead(size, in_features=6) for task, size in zip(TASKS, (3, 4, 2), strict=True)}
-    model = MultiTaskModel(Trunk(), heads)
+    model = MultiTaskModel(Trunk() if most is None else Trunk(most), heads)
     model.weighting = weighting
     model = model.double()
     streams = dict.fromkeys(TASKS) if kind == "labels" else {"kind": "a", "flags": "a", "size": "b"}
@@ -87,6 +90,8 @@ def trained(kind, name, accumulate, rest, world=None, parallel=None):
     if kind != "labels":
         validation = StreamLoader(validation.data, 4, training=False)
     config = {"epochs": 2, "device": "cpu", "log_interval": 1, "grad_accum_steps": accumulate, "train_metrics": True}
+    if most is not None:
+        config["on_out_of_memory"] = "split"
     trainer = Trainer(
         model,
         loader(kind),
@@ -121,7 +126,8 @@ def compare(kind, name, accumulate, rest) -> None:
     """The model, the weighting's state, the numbers and the products of gradients do not depend on the processes."""
     alone, expected, looked = trained(kind, name, accumulate, rest, World())
     parallel = os.environ.get("TASKS_PARALLEL")
-    model, numbers, found = trained(kind, name, accumulate, rest, parallel=parallel)
+    most = 1 + int(os.environ["RANK"]) if "TASKS_SPLIT" in os.environ else None
+    model, numbers, found = trained(kind, name, accumulate, rest, parallel=parallel, most=most)
     if parallel is not None:
         looked = []  # gradients of tasks are refused there
     for (key, value), theirs in zip(model.state_dict().items(), alone.state_dict().values(), strict=True):

@@ -13,7 +13,7 @@ def check(runs, size, kind, names, accumulate=1, rest="", **env):
     assert set(ended.codes) == {0}, ended
     # Torch says once that it found no unused parameters: with other tasks in other batches it will.
     # And some cases are made of tasks that do not meet, which is warned of.
-    said = ("find_unused_parameters=True", "compares tasks")
+    said = ("find_unused_parameters=True", "compares tasks", "out of memory with")
     assert all(any(one in line for one in said) for text in ended.err for line in text.splitlines()), ended
 
 
@@ -26,6 +26,11 @@ def test_two_processes_equal_one(runs, kind):
 def test_two_processes_equal_one_with_accumulation(runs, kind):
     """With streams that alternate, the last micro-batch of a step is of one task, and ranks meet for all of them."""
     check(runs, 2, kind, WEIGHTINGS, accumulate=3)
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [("labels", 1), ("alternate", 1), ("together", 1), ("alternate", 3)])
+def test_steps_that_run_out_of_memory_are_done_again(runs, kind, accumulate):
+    check(runs, 2, kind, ["none", "uncertainty", "dwa"], accumulate, TASKS_SPLIT="1")
 
 
 def test_three_processes_equal_one(runs):

@@ -96,6 +96,9 @@ class Objective:
         if self.parts.world.size > 1:
             check_frozen(self.parts.model)
             begin_reduction(self.parts.model)
+        # While a rank runs out of memory, the others must not wait for its counts.
+        if self.defers and len(self._counts_of(micro_batches[0]) or ()) > 1:
+            self.totals = self.totals_ahead()
 
     def micro_batch(self, place: int) -> AbstractContextManager[object]:
         """Return the context of a micro-batch: the last one of a step all-reduces the gradients."""
@@ -178,8 +181,8 @@ class Objective:
         if self.defers:
             raise TrainingError(
                 f"the loss has several terms ({', '.join(weighted)}), whose counts the processes exchange during "
-                "a step: it cannot be done again if one of them runs out of memory; set training.on_out_of_memory to "
-                "error"
+                "a step: it cannot be done again if one of them runs out of memory; define `counts(batch)`, which "
+                "tells all counts beforehand, or set training.on_out_of_memory to error"
             )
         self.totals = self.totals_of(weighted)
         if self._single is not None:

@@ -33,8 +33,6 @@ LEAST = 1e-9
 class TaskObjective(Objective):
     """Σ over tasks of weight·sum/count, where not every micro-batch has every task."""
 
-    can_defer = False  # counts of tasks are exchanged before their backward passes
-
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
         self.tasks = task
@@ -93,10 +91,8 @@ class TaskObjective(Objective):
             self._kept.append(self._probe)
         for rows in self._kept:
             rows.begin()
-        if len(micro_batches) > 1:
-            self.totals = self.totals_ahead()
-            if not self.totals:
-                raise self.nothing_to_learn()
+        if self.totals is None and (len(micro_batches) > 1 or self.defers):
+            self.totals = self.totals_ahead() or self._no_totals()
 
     def make_rows(self, params: Sequence[nn.Parameter]) -> TaskRows:
         """Return an accumulator of per-task gradients of these parameters."""

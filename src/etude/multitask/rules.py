@@ -43,7 +43,7 @@ def make_objective(task: "MultiTask", parts: ObjectiveParts) -> TaskObjective:
 class GradNormObjective(TaskObjective):
     """Passes the weighting each task's gradient of one shared layer: the one it names, or the last one."""
 
-    is_capturable = False
+    is_capturable = can_defer = False
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
@@ -90,9 +90,7 @@ class GradNormObjective(TaskObjective):
 class CombinedGradients(TaskObjective):
     """Lets the weighting compute the gradient of the shared parameters; others get that of the weighted sum."""
 
-    is_capturable = False
-
-    all_reduces = False
+    is_capturable = can_defer = all_reduces = False
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
@@ -137,7 +135,7 @@ class CombinedGradients(TaskObjective):
 class LossObjective(TaskObjective):
     """Weights the losses by their values in the step."""
 
-    is_capturable = False
+    is_capturable = can_defer = False
 
     def __init__(self, task: "MultiTask", parts: ObjectiveParts) -> None:
         super().__init__(task, parts)
