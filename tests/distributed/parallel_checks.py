@@ -76,10 +76,10 @@ def tokens(rows: int = 25, vocabulary: int = 24) -> torch.Tensor:
     return torch.randint(vocabulary, (rows, 8), generator=torch.Generator().manual_seed(1))
 
 
-def make_llama(groups: int = 2) -> nn.Module:
+def make_llama(groups: int = 2, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=24, num_key_value_heads=groups, max_position_embeddings=16, **sizes)
     return LlamaForCausalLM(config)
 
@@ -100,6 +100,21 @@ def llama_tensor() -> None:
 def llama_sharded() -> None:
     """A model of Hugging Face by FSDP2, with its blocks recomputed."""
     compare(make_llama, llama_data(), "fsdp", config={"activation_checkpointing": True})
+
+
+def llama_compiled() -> None:
+    """The layers of a model of Hugging Face, whose cache has a place for each, are compiled as the same code."""
+    from torch._dynamo.utils import counters
+
+    def make():
+        return make_llama(layers=9)
+
+    _, expected, _ = trained(make, llama_data(), World(), config={"epochs": 1})
+    assert not counters["stats"]
+    _, found, _ = trained(make, llama_data(), parallel="fsdp", config={"epochs": 1, "compile": "model"})
+    assert 0 < counters["stats"]["unique_graphs"] < 9, counters["stats"]
+    assert found == pytest.approx(expected, rel=1e-5)
+    leave_world()
 
 
 def compiled_blocks() -> None:

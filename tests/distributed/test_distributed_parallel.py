@@ -203,7 +203,8 @@ def test_counts_with_gradients(runs, size):
 
 
 @pytest.mark.parametrize(
-    "check_name", ["llama_tensor", "llama_sharded", "mlp_plan", "mlp_optimizer", "mlp_double", "mlp_kernels"]
+    "check_name",
+    ["llama_tensor", "llama_sharded", "llama_compiled", "mlp_plan", "mlp_optimizer", "mlp_double", "mlp_kernels"],
 )
 def test_models_of_other_people(runs, check_name):
     ended = runs.call(2, check_name)

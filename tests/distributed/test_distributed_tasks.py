@@ -56,6 +56,13 @@ def test_a_model_that_processes_divide_equals_a_whole_one(runs, kind, accumulate
     check(runs, 2, kind, ["none", "uncertainty", "dwa"], accumulate, TASKS_PARALLEL="fsdp")
 
 
+@pytest.mark.parametrize("kind", ["labels", "together"])
+@pytest.mark.parametrize("rest", ["rest", "watch"])
+def test_tasks_that_rest_do_not_part_the_processes_that_divide_a_model(runs, kind, rest):
+    """A process without samples has gradients of the same parameters as the others: torch sums them as one tensor."""
+    check(runs, 2, kind, ["none"], rest=rest, TASKS_PARALLEL="fsdp")
+
+
 @pytest.mark.parametrize("name", ["gradnorm", "pcgrad", "famo"])
 def test_weightings_that_need_gradients_of_tasks_are_refused(runs, name):
     env = {"TASKS_CASES": f"labels,{name},1,", "TASKS_PARALLEL": "fsdp"}

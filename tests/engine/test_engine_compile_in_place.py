@@ -1,6 +1,7 @@
 """Compiling a module in place: it computes the same, by compiled code, whatever class it has."""
 
 import copy
+import functools
 import inspect
 import pickle
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from etude.engine.compiled import compile_in_place
+from etude.engine.compiled import compile_blocks, compile_in_place
 from etude.engine.recompute import recompute_activations
 
 
@@ -52,6 +53,28 @@ def test_a_module_is_compiled(make, recomputed):
     torch.testing.assert_close(gradients(model), expected)
     assert counters["stats"]["unique_graphs"] == 1 + recomputed  # inputs of the second block need gradients
     assert [*model.state_dict()] == names
+
+
+class Scaled(nn.Module):
+    """A block with a number of its own, for which it is compiled apart from others."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x):
+        return x + self.linear(x).tanh() / self.scale
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_every_block_is_compiled_though_torch_counts_them_as_one(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model = nn.Sequential(*(Scaled(number) for number in range(1, 12)))
+    expected = gradients(model)
+    with torch._dynamo.config.patch(recompile_limit=8):  # that of torch
+        compile_blocks(model, [str(place) for place in range(11)])
+        torch.testing.assert_close(gradients(model), expected)
+    assert counters["stats"]["unique_graphs"] >= 11
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -239,8 +239,9 @@ def sparse_layers(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 def nothing_of_terms(terms: Terms) -> Tensor:
-    """Return 0 with a zero gradient for whatever the terms depend on."""
-    sums = [term.sum for term in terms.values()]
+    """Return 0 with a zero gradient for whatever the loss depends on: terms that are only watched have no gradient."""
+    chosen = [term for term in terms.values() if term.is_weighted] or [*terms.values()]
+    sums = [term.sum for term in chosen]
     trained = [one for one in sums if one.requires_grad] or sums
     return torch.stack([one.float() * 0.0 for one in trained]).sum()
 

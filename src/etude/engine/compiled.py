@@ -10,7 +10,7 @@ full batch, and which shapes are compiled. A resumed run then computes exactly w
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,7 @@ from etude.core.forms import parts_of
 from etude.core.task import LossTerm
 from etude.engine.explain import compiler_problem, is_of_compiler
 from etude.engine.flops import FLOPS_PER_WEIGHT, matrix_parameters
-from etude.engine.recompute import is_recomputed, recompute_compiled
+from etude.engine.recompute import forget_cache, is_recomputed, recompute_compiled
 from etude.engine.recorder import Unfit, form_of as batch_form
 
 CompileMode = Literal["auto", "off", "model", "step"]
@@ -36,6 +36,8 @@ DECISIONS = {"mode": CompileMode, "way": Way, "largest": Annotated[int, Ge(0), L
 
 MOST_SHAPES = 64
 """Number of batch shapes that are compiled; batches of other shapes run eagerly."""
+FORMS = 8
+"""Number of times that a block is compiled: in training and validation, frozen and not, for new shapes."""
 COMPILE_S, COMPILE_LAYER_S = 6.0, 0.3
 """Approximate time to compile, and the additional time per layer."""
 SAVED, SAVED_LAYER_S, FLOPS_PER_S = 0.25, 1e-5, 2e14
@@ -179,6 +181,16 @@ class CompiledTask:
         config.recompile_limit = max(config.recompile_limit, 2 * MOST_SHAPES)
         self._way, self._compiled = "step", torch.compile(_parts, dynamic=False, backend=self.backend)
         self.notice("compiling the step; later runs use the compilation cache")
+
+
+def compile_blocks(model: nn.Module, names: Sequence[str]) -> None:
+    """Compile blocks of a model in place, which share code where they are alike."""
+    from torch._dynamo import config
+
+    forget_cache(model)  # each block has its own place there, and would be compiled for it
+    config.recompile_limit = max(config.recompile_limit, FORMS * len(names))  # torch counts all blocks as one
+    for name in names:
+        compile_in_place(model.get_submodule(name))
 
 
 def compile_in_place(module: nn.Module) -> None:

@@ -39,7 +39,7 @@ def recompute_activations(model: nn.Module, *, blocks: str | None = None, every:
     """
     model = unwrap(model)
     if isinstance(model, RecomputesItself):
-        _forget_cache(model)
+        forget_cache(model)  # a recomputed block would add its keys and values twice
         if blocks is None and every == 1 and _enable(model):
             return repeated_blocks(model)
     names = repeated_blocks(model) if blocks is None else modules_matching(model, blocks)
@@ -69,8 +69,8 @@ def _enable(model: RecomputesItself) -> bool:
     return True
 
 
-def _forget_cache(model: RecomputesItself) -> None:
-    """Disable the key-value cache: a recomputed block would add its keys and values twice."""
+def forget_cache(model: object) -> None:
+    """Disable the key-value cache of a model of Hugging Face, which training does not read."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False

@@ -19,7 +19,7 @@ from etude.distributed.settings import ParallelConfig, memory_of
 from etude.distributed.sharing import separate_buffers, share_weights
 from etude.engine.capture import CaptureMode
 from etude.engine.captured_evaluation import CapturedEvaluation
-from etude.engine.compiled import CompileMode, Way, compile_in_place
+from etude.engine.compiled import CompileMode, Way, compile_blocks, compile_in_place
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
     explain_compiler,
@@ -140,9 +140,10 @@ class Machine:
         if self.compiled(config.compile) == "model":
             # Blocks of a divided model, between which FSDP2 gathers weights: they share one graph, and torch cannot
             # compile an embedding that is divided by rows.
-            blocks = repeated_blocks(model) if divides else []
-            for name in blocks or [""]:
-                compile_in_place(model.get_submodule(name))
+            if divides and (blocks := repeated_blocks(model)):
+                compile_blocks(model, blocks)
+            else:
+                compile_in_place(model)
 
     def compiled(self, mode: CompileMode) -> Way | None:
         """Return what is compiled here; None if the step is, or may be if worthwhile."""
