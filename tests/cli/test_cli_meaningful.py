@@ -80,6 +80,15 @@ def test_killed_run_goes_on_with_the_same_positions(readings):
     assert weights("killed") == weights("whole")
 
 
+def test_profile(readings):
+    outcome = readings(
+        "profile", "x.yaml", "scheduler={name: warmup_cosine, warmup_steps: 3}", "--steps", 3, "--out", "profile"
+    )
+    assert outcome.code == 0, outcome.err
+    assert outcome.err == ""  # nothing about a warm-up that the user has not given
+    assert Path("profile/profile.json").exists()
+
+
 def test_config_check_and_show(readings):
     etude = readings
     assert etude("config", "check", "x.yaml").code == 0

@@ -56,7 +56,7 @@ def test_fractions_of_the_whole_run_fit_into_a_run_of_any_length(rise, fall):
     for total in range(1, 60):
         made = wsd(total, warmup_fraction=rise, cooldown_fraction=fall)
         assert made(round(rise * total)) == 1.0 or total == 1
-    with pytest.raises(ConfigError, match="longer than the run"):
+    with pytest.raises(ConfigError, match=r"warmup_fraction 0\.6 and cooldown_fraction 0\.5 are more than the whole"):
         wsd(100, warmup_fraction=0.6, cooldown_fraction=0.5)
 
 

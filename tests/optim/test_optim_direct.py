@@ -5,9 +5,10 @@ import torch
 from test_optim_optimizers import FUSED, parameters, run
 from torch import nn
 
-from etude.optim import SGD, Adagrad, Adam, AdamW
+from etude.optim import SGD, Adagrad, Adam, AdamW, ScheduleFreeAdamW
 from forked_python import run_python
 
+STATEFUL = [(SGD, {"momentum": 0.9}), (Adam, {}), (Adagrad, {}), (ScheduleFreeAdamW, {"weight_decay": 0.1})]
 LAYOUTS = {
     "channels_last": lambda one: one.to(memory_format=torch.channels_last),
     "contiguous": lambda one: one,
@@ -18,7 +19,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("of_gradient", LAYOUTS)
 @pytest.mark.parametrize("of_weight", ["channels_last", "contiguous", "transposed"])
-@pytest.mark.parametrize("optimizer_class", FUSED)
+@pytest.mark.parametrize("optimizer_class", [*FUSED, ScheduleFreeAdamW])
 def test_gradients_set_by_hand_may_have_another_layout_than_the_weights(optimizer_class, of_weight, of_gradient):
     """Torch's fused CPU kernels would take their elements in the order of the memory."""
     torch.manual_seed(0)
@@ -34,7 +35,7 @@ def test_gradients_set_by_hand_may_have_another_layout_than_the_weights(optimize
 
 
 @pytest.mark.parametrize("way", ["loaded", "converted", "converted back"])
-@pytest.mark.parametrize(("optimizer_class", "arguments"), [(SGD, {"momentum": 0.9}), (Adam, {}), (Adagrad, {})])
+@pytest.mark.parametrize(("optimizer_class", "arguments"), STATEFUL)
 def test_states_follow_weights_that_change_their_layout(optimizer_class, arguments, way):
     """Fused kernels take the elements of weights and states in the order of the memory."""
     torch.manual_seed(0)

@@ -185,3 +185,11 @@ def test_a_momentum_may_rise_from_0(kernel):
         buffer = 0.8 * step / 4 * buffer + update if step else 0.0
         weight -= 0.1 * (buffer if step else update)
     torch.testing.assert_close(ours, torch.full((3,), weight))
+
+
+def test_the_schedule_of_a_group_whose_parameters_are_all_frozen_is_refused_with_the_reason():
+    frozen = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    frozen[0].requires_grad_(False)
+    optimizer = SGD(frozen, lr=1, groups=[{"params": "0", "name": "backbone", "lr": 0.1}])
+    with pytest.raises(ConfigError, match=r"'backbone', which the optimizer does not have.*all frozen is left out"):
+        LearningRate(optimizer, per_group({"backbone": cosine(9)}))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from etude import Trainer
 from etude.config import build_component
 from etude.core import ConfigError
-from etude.optim import SGD, AdamW, Muon, Optimizers, RMSprop
+from etude.optim import SAM, SGD, AdamW, Lookahead, Muon, Optimizers, RMSprop
 from etude.optim.groups import NamedParams, names_of
 from etude.optim.several import optimizers_in
 
@@ -63,6 +64,20 @@ def test_a_rate_set_in_a_group_is_that_of_its_optimizer():
     assert (one.param_groups[0]["lr"], two.param_groups[0]["lr"]) == (0.5, 0.25)
     both.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert [len(each.param_groups) for each in (one, two, both)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [Muon, lambda model: SAM(AdamW(model)), lambda model: Lookahead(SAM(SGD(model)))])
+def test_set_lr_is_the_base_of_a_schedule_as_with_a_single_optimizer(make):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = make(model)
+    optimizer.set_lr(0.25)
+    assert optimizer.get_lr() == 0.25
+    data = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
+    config = {"epochs": 1, "batch_size": 4, "device": "cpu"}
+    Trainer(model, data, config=config, optimizer=optimizer, scheduler=lambda step: 0.5**step, progress=False).train()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0625] * len(optimizer.param_groups)
+    with pytest.raises(ConfigError, match="lr is -1"):
+        optimizer.set_lr(-1)
 
 
 def test_a_parameter_in_two_optimizers_is_refused():

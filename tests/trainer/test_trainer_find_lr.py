@@ -281,6 +281,16 @@ def test_a_loss_that_never_falls():
     assert "makes the loss fall" in found.explanation()
 
 
+def test_a_dip_among_the_first_losses_is_noise():
+    """Where all rates are tiny nothing can have fallen: the losses there are what later ones are compared with."""
+    rates, weights = np.geomspace(1e-7, 10.0, 40), 0.9 ** np.arange(40)
+    for seed in range(400):
+        losses = np.random.default_rng(seed).normal(1.0, 0.05, 40)
+        sums = [float(losses[: end + 1] @ weights[end::-1]) / float(weights[: end + 1].sum()) for end in range(40)]
+        found = RateSearch(list(rates), list(losses), sums, base=1e-3)
+        assert found.suggestion is None or int(np.argmin(sums)) >= 8
+
+
 def test_nan_at_once():
     x, y = data()
     with pytest.raises(TrainingError, match="not finite in the first step"):

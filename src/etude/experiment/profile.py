@@ -113,7 +113,7 @@ def _folders(config: ExperimentConfig, out: str | Path | None) -> Iterator[tuple
 
 def _shortened(config: ExperimentConfig, steps: int, needed: int) -> tuple[ExperimentConfig, list[str]]:
     """Return a config with a log point in the profiled steps, without validation; and the callbacks left out."""
-    training: TrainerConfig = config.training
+    training: TrainerConfig = config.sections["training"]
     changes: dict[str, Any] = {
         "log_interval": min(training.log_interval, steps),
         "validate_interval": 0,

@@ -75,6 +75,11 @@ def wsd(
     if warmup_fraction is not None and cooldown_steps is None:
         share = warmup_fraction + (_COOLDOWN if cooldown_fraction is None else cooldown_fraction)
         fall = min(fall, total_steps - rise) if share <= 1.0 else fall  # both may have been rounded up
+    if (warmup_fraction or 0.0) + (cooldown_fraction or 0.0) > 1.0:
+        raise ConfigError(
+            f"wsd: warmup_fraction {warmup_fraction} and cooldown_fraction {cooldown_fraction} are more than the whole "
+            "run together; lower one of them"
+        )
     if rise + fall > total_steps:
         raise ConfigError(
             f"wsd: the warm-up of {rise} steps and the cooldown of {fall} are longer than the run of {total_steps} "

@@ -131,6 +131,13 @@ def _are_alike(param: Tensor, other: Tensor) -> bool:
     return _is_plain(param) and other.shape == param.shape and other.dtype is param.dtype
 
 
+def arrange_grads(params: Sequence[Tensor], grads: list[Tensor]) -> None:
+    """Put gradients, in the list too, into the memory layout of their parameters, as fused kernels need them."""
+    for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if not grad.is_sparse and not have_one_layout(param, grad) and _are_alike(param, grad):
+            param.grad = grads[place] = torch.empty_like(param).copy_(grad)
+
+
 class KernelOptimizer(torch.optim.Optimizer):
     """Mixin: chooses a kernel for every parameter group, and reads and sets the learning rate."""
 
@@ -207,9 +214,7 @@ class KernelOptimizer(torch.optim.Optimizer):
         """
         found = super()._init_group(group, params, grads, *states)  # type: ignore[misc]
         if group.get("fused"):
-            for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                if not grad.is_sparse and not have_one_layout(param, grad) and _are_alike(param, grad):
-                    param.grad = grads[place] = torch.empty_like(param).copy_(grad)
+            arrange_grads(params, grads)
         return found
 
     def arrange_states(self, params: Iterable[Tensor]) -> None:

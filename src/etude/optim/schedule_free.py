@@ -1,5 +1,6 @@
 """Schedule-free AdamW: an average of the weights replaces the schedule of the learning rate."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Protocol, Unpack, runtime_checkable
 
 import torch
@@ -9,7 +10,18 @@ from torch import Tensor, nn
 from etude.config.registry import register
 from etude.core.errors import TrainingError
 from etude.optim.device import DeviceOptimizer, add_scaled
-from etude.optim.kernels import ALIASES, Common, Decay, Fraction, ParamsT, Rate, arguments, as_pair
+from etude.optim.kernels import (
+    ALIASES,
+    Common,
+    Decay,
+    Fraction,
+    ParamsT,
+    Rate,
+    arguments,
+    arrange_grads,
+    as_pair,
+    have_one_layout,
+)
 from etude.optim.several import optimizers_in
 
 Numbers = tuple[Any, Any, Any]
@@ -104,6 +116,13 @@ class ScheduleFreeAdamW(DeviceOptimizer):
         plain = all(type(param) in (Tensor, nn.Parameter) for param in group["params"])
         return plain and all(param.is_cuda or (param.is_cpu and param.itemsize > 2) for param in group["params"])
 
+    def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Put gradients and states into the memory layout of the parameters first: fused kernels need them so."""
+        if group["fused"]:
+            arrange_grads(params, [param.grad for param in params if param.grad is not None])
+            self.arrange_states(param for param in params if not _is_arranged(param, self.state.get(param, {})))
+        return super().together(group, params)
+
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Numbers) -> None:
         """Update y, which the parameters hold, and z."""
         (first, second), (rate, share, step) = group["betas"], numbers
@@ -147,6 +166,10 @@ class ScheduleFreeAdamW(DeviceOptimizer):
                 fast = [self.state[param]["z"] for param in moved]
                 torch._foreach_lerp_(moved, fast, 1 - first if train else 1 - 1 / first)
             group["train_mode"] = train
+
+
+def _is_arranged(param: Tensor, state: dict[str, Any]) -> bool:
+    return "z" not in state or have_one_layout(param, state["z"])
 
 
 def _update_fused(

@@ -68,7 +68,10 @@ class Schedules:
         for name in self.groups:
             if name not in known:
                 there = suggest(name, known) if known else "; name groups under optimizer.groups"
-                raise ConfigError(f"the schedule has a group '{name}', which the optimizer does not have{there}")
+                raise ConfigError(
+                    f"the schedule has a group '{name}', which the optimizer does not have{there}; a group whose "
+                    "parameters are all frozen is left out"
+                )
         for setting in {**self.factors, **self.values}:
             own = [group for group in groups if has_setting(group, setting)]
             if setting in ("momentum", "beta1") and any("train_mode" in group for group in own):

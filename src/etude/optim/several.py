@@ -15,6 +15,7 @@ from etude.core.spelling import listed, names_matching
 from etude.optim.clipping import global_norm
 from etude.optim.eager import take_step
 from etude.optim.groups import NamedParams
+from etude.optim.kernels import get_lr, set_lr
 
 if TYPE_CHECKING:
     from etude.distributed.sharding import Shards
@@ -109,6 +110,14 @@ class Optimizers(Optimizer):
         """Reset the gradients of all parameters."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first parameter group."""
+        return get_lr(self)
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group of all optimizers."""
+        set_lr(self, lr)
 
     def announcement(self) -> str | None:
         """Return a line for the user about the optimizers it has chosen, or None."""

@@ -200,14 +200,14 @@ def _has_diverged(smooth: list[float]) -> bool:
 def _steepest(rates: list[float], losses: list[float], smooth: list[float]) -> tuple[float | None, float | None]:
     """Return the rate at which the smoothed loss falls fastest on its way to the minimum, and that of the minimum.
 
-    None if the loss falls less than it varies from batch to batch while the rate is still tiny.
+    None if the loss falls less than it varies from batch to batch while the rate is still tiny, or is lowest there.
     """
     lowest, width = int(np.argmin(smooth)), max(3, int(_WINDOW * len(rates)))
     early = np.array(losses[: max(3, len(losses) // 5)])
     varies = (np.array(losses) - np.array(smooth))[: lowest + 1].std()
     # of the difference between the mean of the early losses and a smoothed loss
     noise = varies * math.sqrt(1 / len(early) + (1 - _MEMORY) / (1 + _MEMORY))
-    if lowest < width or early.mean() - smooth[lowest] <= _CLEARLY * noise:
+    if lowest < max(width, len(early)) or early.mean() - smooth[lowest] <= _CLEARLY * noise:
         return None, None
     x, y = np.log(rates[: lowest + 1]), np.array(smooth[: lowest + 1])
     slopes = [np.polyfit(x[i : i + width], y[i : i + width], 1)[0] for i in range(len(x) - width + 1)]
