@@ -71,3 +71,28 @@ def test_a_stream_that_no_task_reads_is_left_out(caplog):
     part = TensorData({"input": x, "kind": x[:, :3].argmax(1)})
     Trainer(model, StreamLoader({"a": part, "b": part}, 6), task=task, progress=False).train()
     assert "'b'" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["model", "step"])
+def test_the_head_of_a_task_of_weight_0_stays_as_it_is_in_compiled_steps(mode):
+    """Compiled code gives it gradients of zero, by which weight decay would shrink it."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    heads = {"kind": LinearHead(3, in_features=6), "size": LinearHead(2, in_features=6)}
+    model = MultiTaskModel(nn.Linear(5, 6), heads)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(24, 5)
+    tasks = {
+        "kind": TaskSpec("kind", ClassificationLoss(), labels="kind"),
+        "size": TaskSpec("size", nn.MSELoss(), labels="size", weight=0.0),
+    }
+    counters.clear()
+    config = {"epochs": 2, "batch_size": 6, "device": "cpu", "compile": mode, "weight_decay": 0.5}
+    data = TensorData({"input": x, "kind": x[:, :3].argmax(1), "size": x[:, :2]})
+    logs = Trainer(model, data, task=MultiTask(tasks), config=config, progress=False).train()
+    torch.compiler.reset()
+    assert counters["stats"]["unique_graphs"]
+    assert "size/loss" in logs
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]) == name.startswith("heads.size"), name

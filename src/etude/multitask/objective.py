@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from etude.core import Batch, ConfigError, Task, Terms, TrainingError
 from etude.core.batch import STREAM, JointBatch, is_empty
+from etude.core.model import unwrap
 from etude.core.task import LossTerm
 from etude.distributed import World
 from etude.distributed.lockstep import Spare
@@ -20,6 +21,7 @@ from etude.distributed.parallel import idle_output, nothing_of_terms
 from etude.engine.callback_list import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
 from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model
+from etude.multitask.model import MultiTaskModel
 
 if TYPE_CHECKING:
     from etude.multitask.task import MultiTask
@@ -48,7 +50,10 @@ class TaskObjective(Objective):
         """Per-task gradients of all shared parameters, for callbacks that need them in some steps."""
         self._kept: list[TaskRows] = []
         """Those of both that this step needs."""
-        self._learns = False
+        self._trained: set[str] = set()
+        """Tasks that this step trains."""
+        self._idle: dict[frozenset[str], list[nn.Parameter]] = {}
+        """By the tasks that a step trains, the parameters of heads that no other task uses."""
         rule = self.weighting
         if rule is not None and rule.state_dict() and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
@@ -84,7 +89,7 @@ class TaskObjective(Objective):
     def begin(self, micro_batches: Sequence[Batch], step: int) -> None:
         """Begin a step: with several micro-batches the counts of all tasks are needed in advance."""
         super().begin(micro_batches, step)
-        self._learns = False
+        self._trained = set()
         self._kept = list(self.rows)
         if not (self.is_repeating or self.is_usual(step)):
             self._probe = self._probe or self.make_rows(shared_model(self.parts.model).shared_parameters())
@@ -104,7 +109,7 @@ class TaskObjective(Objective):
         if self.totals is None:
             self.totals = self.totals_of(weighted) if weighted else self._no_totals()
         if weighted:
-            self._learns = True
+            self._trained.update(name.rpartition("/")[0] for name in weighted)
             for rows in self._kept:
                 rows.add(weighted, self.totals)
             self.task_backward(weighted, self.totals)
@@ -117,9 +122,9 @@ class TaskObjective(Objective):
 
     def finish(self) -> Tensor | float:
         """Complete the gradients; each term was divided before its backward pass."""
-        if not self._learns:
-            for param in self.parts.params:
-                param.grad = None  # zeros that only keep ranks in sync: weight decay must not be applied
+        # Zeros that only keep ranks in sync, or that compiled code gives: weight decay must not be applied.
+        for param in self._idle_params() if self._trained else self.parts.params:
+            param.grad = None
         assert self.totals is not None
         self.complete(self.totals)
         if self._probe is not None and self._probe in self._kept and self._probe.found:
@@ -128,6 +133,19 @@ class TaskObjective(Objective):
                 if watcher.wants_task_gradients(self.step):
                     watcher.on_task_gradients(found)
         return self.undo_average(1.0)
+
+    def _idle_params(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of heads that no task of this step trains."""
+        model, trained = unwrap(self.parts.model), frozenset(self._trained)
+        if not isinstance(model, MultiTaskModel):
+            return ()
+        if trained not in self._idle:
+            heads = {self.tasks.head_of(task) for task in trained}
+            others = [one for name, one in model.heads.items() if name not in heads]
+            kept = {id(param) for param in model.trunk.parameters()}
+            kept |= {id(param) for name in model.heads if name in heads for param in model.heads[name].parameters()}
+            self._idle[trained] = [one for head in others for one in head.parameters() if id(one) not in kept]
+        return self._idle[trained]
 
     def complete(self, totals: Counts) -> None:
         """Read or change the gradients of the whole step."""
