@@ -26,6 +26,12 @@ def test_any_shape_that_is_large_enough(shape, pooling):
     assert model(torch.randn(2, *shape)).shape == (2, 7)
 
 
+@pytest.mark.parametrize("shape", [(20,), (28, 28), (2, 1, 28, 28)])
+def test_samples_that_are_no_images(shape):
+    with pytest.raises(ConfigError, match=r"channels, height, width.*\["):
+        LeNet5(input_shape=shape)
+
+
 @pytest.mark.parametrize(
     ("shape", "padding", "least"), [((1, 11, 28), 2, 12), ((1, 28, 11), 2, 12), ((3, 15, 15), 0, 16)]
 )

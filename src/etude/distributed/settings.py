@@ -103,7 +103,7 @@ class ParallelConfig(SectionModel):
 
 
 def _remedy(needed: int) -> str:
-    return f"start {needed} with `etude train … --nproc {needed}`, or change the sizes"
+    return f"start {needed} with --nproc {needed}, or change the sizes"
 
 
 @dataclass(frozen=True, slots=True)

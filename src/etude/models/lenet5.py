@@ -38,6 +38,8 @@ class LeNet5(nn.Module):
     ) -> None:
         """Build the network for `input_shape` (channels, height, width); `dropout` follows the two hidden layers."""
         super().__init__()
+        if len(input_shape) != 3:
+            raise ConfigError(f"lenet5 needs images (channels, height, width), found samples of {list(input_shape)}")
         channels, *size = input_shape
         height, width = (((length + 2 * padding - 4) // 2 - 4) // 2 for length in size)
         if height < 1 or width < 1:
