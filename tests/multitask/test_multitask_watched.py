@@ -7,9 +7,10 @@ from torch import nn
 from etude import Trainer
 from etude.config.registry import lookup
 from etude.data import StreamLoader, TensorData
-from etude.losses import ClassificationLoss
+from etude.losses import ClassificationLoss, LanguageModelingLoss
 from etude.multitask import LinearHead, MultiTask, MultiTaskModel, TaskGradientWatcher, TaskSpec
 from etude.multitask.curriculum import Phase, Ramp
+from etude.multitask.heads import LanguageModelHead, SequenceClassifier
 
 TASKS = ("kind", "size")
 
@@ -105,6 +106,45 @@ def test_the_head_of_a_task_of_weight_0_stays_as_it_is(weighting, mode):
     assert "size/loss" in logs
     for name, value in before.items():
         assert value.equal(after[name]) == name.startswith("heads.size"), name
+
+
+class Speaker(nn.Module):
+    """A trunk with an output layer of its own, which only the head of a language model uses."""
+
+    feature_dim = 6
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.out = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9)
+
+    def features(self, input_ids):
+        return self.mix(self.embed(input_ids)).tanh()
+
+    def forward(self, input_ids):
+        return self.out(self.features(input_ids))
+
+    def get_output_embeddings(self):
+        return self.out
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_the_output_layer_of_a_trunk_belongs_to_the_task_that_uses_it(watched):
+    torch.manual_seed(0)
+    model = MultiTaskModel(Speaker(), {"kind": SequenceClassifier(3, in_features=6), "words": LanguageModelHead()})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.randint(9, (12, 5))
+    tasks = {
+        "kind": TaskSpec("kind", ClassificationLoss(), labels="kind", weight=float(watched)),
+        "words": TaskSpec("words", LanguageModelingLoss(), labels="labels", weight=float(not watched)),
+    }
+    config = {"epochs": 1, "batch_size": 6, "device": "cpu", "compile": "step", "weight_decay": 0.5}
+    data = TensorData({"input_ids": ids, "kind": ids[:, 0] % 3, "labels": ids})
+    Trainer(model, data, task=MultiTask(tasks), config=config, progress=False).train()
+    torch.compiler.reset()
+    resting = "trunk.out" if watched else "heads.kind"
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]) == name.startswith(resting), name
 
 
 class Late(TaskGradientWatcher):
