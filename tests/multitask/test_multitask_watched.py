@@ -162,12 +162,11 @@ class Late(TaskGradientWatcher):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_gradients_of_tasks_are_read_from_a_model_that_is_compiled_already(monkeypatch):
+def test_gradients_of_tasks_are_read_from_a_model_that_is_compiled_already():
     from torch._functorch import config
 
-    monkeypatch.setattr(config, "donated_buffer", True)  # torch's default: one backward pass of compiled code at most
     plain, compiled = Late(), Late()
     watching("none", "off", [plain])
-    monkeypatch.setattr(config, "donated_buffer", True)
-    assert watching("none", "model", [compiled])[-1]
+    with config.patch(donated_buffer=True):  # torch's default: one backward pass of compiled code at most
+        assert watching("none", "model", [compiled])[-1]
     torch.testing.assert_close(compiled.products, plain.products)
