@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import pickle
 
 import pytest
@@ -82,10 +81,64 @@ def test_every_block_is_compiled_though_torch_counts_them_as_one(monkeypatch):
 def test_a_copy_has_weights_of_its_own(make, again):
     model = make()
     compile_in_place(model)
-    assert [*inspect.signature(model.forward).parameters] == [*inspect.signature(make().forward).parameters]
     expected = gradients(model)
     copied = again(model)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     torch.testing.assert_close(gradients(copied), expected)
+
+
+def test_nothing_of_this_library_is_in_a_compiled_sequence():
+    """Its pickles are read without it, and torch exports it."""
+    model = Net().blocks
+    compile_in_place(model)
+    expected = model(torch.ones(2, 4))
+    assert b"etude" not in pickle.dumps(model)
+    exported = torch.export.export(model, (torch.ones(2, 4),)).module()
+    torch.testing.assert_close(exported(torch.ones(2, 4)), expected)
+
+
+class Doubled(nn.Module):
+    """Sets its forward pass on itself, as decorators of models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.forward = self._run
+
+    def _run(self, x):
+        return 2 * self.linear(x)
+
+
+def make_doubled():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    forward = model.forward
+    model.forward = lambda x: 2 * forward(x)
+    return model
+
+
+def make_traced():
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+@pytest.mark.parametrize("make", [Doubled, make_doubled, make_traced])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_forward_pass_of_the_model_itself_is_kept(make):
+    model = make()
+    expected = gradients(model)
+    compile_in_place(model)
+    torch.testing.assert_close(gradients(model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_hooks_of_a_compiled_sequence_run_every_time():
+    model, seen = Net().blocks, []
+    model.register_forward_pre_hook(lambda _model, _inputs: seen.append("before"))
+    model.register_forward_hook(lambda _model, _inputs, output: output * 2)
+    expected = gradients(model)
+    compile_in_place(model)
+    torch.testing.assert_close(gradients(model), expected)
+    torch.testing.assert_close(gradients(model), expected)
+    assert seen == ["before"] * 3
+    assert counters["stats"]["unique_graphs"] == 1

@@ -186,7 +186,7 @@ def test_terms_of_weight_0_are_not_among_those_that_ranks_agree_on():
     assert task.weighted_terms(make_batch()) == ["kind/loss"]
     adapted = MultiTask(specs(), DynamicWeightAverage(["kind", "flags", "belongs"]))
     adapted.activate({"kind": 1.0, "flags": 0.0})
-    assert adapted.weighted_terms(make_batch()) == ["kind/loss", "flags/loss"]  # tensors: known to the device only
+    assert adapted.weighted_terms(make_batch()) == ["kind/loss"]
 
 
 def test_data_batches_and_plain_pairs_serve_a_task_without_a_key():

@@ -165,11 +165,13 @@ def test_random_draws_in_the_state_of_a_callback_do_not_change_the_training(tmp_
         assert torch.equal(mine, theirs)
 
 
-def test_a_model_that_cannot_be_compiled_is_one_line():
+@pytest.mark.parametrize("run", ["train", "evaluate"])
+def test_a_model_that_cannot_be_compiled_is_one_line(run):
     from torch._inductor import config
 
-    trainer = make_trainer(config={"compile": "model"})
+    model = nn.Sequential(make_model(), nn.Tanh(), nn.Linear(2, 2))
+    trainer = make_trainer(model, config={"compile": "model"})
     broken = config.patch({"cpp.cxx": (None, "/no/such/compiler"), "fx_graph_cache": False})
     with broken, pytest.raises(TrainingError, match=r"No working C\+\+ compiler.*training.compile=off"):
-        trainer.train()
+        trainer.train() if run == "train" else trainer.evaluate((x, y))
     torch.compiler.reset()

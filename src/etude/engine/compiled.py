@@ -9,7 +9,6 @@ full batch, and which shapes are compiled. A resumed run then computes exactly w
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
@@ -188,40 +187,38 @@ def compile_blocks(model: nn.Module, names: Sequence[str]) -> None:
     from torch._dynamo import config
 
     forget_cache(model)  # each block has its own place there, and would be compiled for it
-    config.recompile_limit = max(config.recompile_limit, FORMS * len(names))  # torch counts all blocks as one
+    forms = FORMS * len(names)  # torch counts all blocks as one
+    config.recompile_limit = max(config.recompile_limit, forms)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, forms)
     for name in names:
         compile_in_place(model.get_submodule(name))
 
 
 def compile_in_place(module: nn.Module) -> None:
-    """Compile a module; its class and parameter names stay. If it is recomputed, what is recomputed is compiled."""
+    """Compile a module; its class and parameter names stay. If it is recomputed, what is recomputed is compiled.
+
+    A forward pass that was set on the module itself is kept. Copies and pickles are not compiled.
+    """
     if is_recomputed(module):
         recompute_compiled(module, torch.compile(_forward))
-    elif type(module).forward.__module__.startswith("torch.nn."):
-        module.forward = _CompiledForward(module)
+    elif "forward" not in vars(module) and (module.forward.__module__ or "").startswith("torch.nn."):
+        # Of modules of torch, such as nn.Sequential, `compile` leaves the forward pass as it is.
+        module._compiled_call_impl = functools.partial(_call, module, torch.compile(_forward))
     else:
         module.compile()
 
 
-class _CompiledForward:
-    """The compiled forward pass of a module of torch, such as nn.Sequential, whose own `compile` does nothing.
-
-    Copies and pickles of the module are compiled again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self._run = module, torch.compile(_forward)
-        self.__signature__ = inspect.signature(functools.partial(type(module).forward, module))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.module, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.module,)
-
-
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
+
+
+def _call(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module with compiled code in place of its forward pass; its hooks, as of FSDP2, are not compiled."""
+    module.forward = functools.partial(forward, module)
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        del module.forward
 
 
 def form_of(batch: Batch) -> Hashable:

@@ -56,6 +56,13 @@ class TaskGradientWatcher(Callback):
         """Called in the requested steps; reading the products synchronises with the device."""
 
 
+def keep_buffers() -> None:
+    """Let compiled models keep what a backward pass needs: there is one for each task."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
 class TaskRows:
     """The gradients of the tasks' mean losses, accumulated over the micro-batches of a step: one row per task.
 
@@ -66,6 +73,7 @@ class TaskRows:
     def __init__(
         self, tasks: Sequence[str], params: Sequence[nn.Parameter], world: World, precision: MixedPrecision
     ) -> None:
+        keep_buffers()
         self.tasks, self.params = tuple(tasks), params
         self._world, self._precision = world, precision
         sizes = [param.numel() for param in params]

@@ -20,7 +20,8 @@ from etude.distributed.lockstep import Spare
 from etude.distributed.parallel import idle_output, nothing_of_terms
 from etude.engine.callback_list import CallbackList
 from etude.engine.objective import Counts, Objective, ObjectiveParts
-from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, shared_model
+from etude.multitask.gradients import LOSS, TaskGradientWatcher, TaskRows, keep_buffers, shared_model
+from etude.multitask.heads import LanguageModelHead
 from etude.multitask.model import MultiTaskModel
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class TaskObjective(Objective):
                 f"{type(self._watchers[0]).__name__} reads the gradients of each task, which processes that divide the "
                 "model do not have; remove it, or use parallel: ddp"
             )
+        if self._watchers:
+            keep_buffers()  # before the first step, in which the model is compiled
         self.notice = callbacks.on_notice
 
     def is_usual(self, step: int) -> bool:
@@ -122,11 +125,11 @@ class TaskObjective(Objective):
 
     def finish(self) -> Tensor | float:
         """Complete the gradients; each term was divided before its backward pass."""
+        assert self.totals is not None
+        self.complete(self.totals)
         # Zeros that only keep ranks in sync, or that compiled code gives: weight decay must not be applied.
         for param in self._idle_params() if self._trained else self.parts.params:
             param.grad = None
-        assert self.totals is not None
-        self.complete(self.totals)
         if self._probe is not None and self._probe in self._kept and self._probe.found:
             found = self._probe.products(self.step)  # before the update, which may change the loss scale
             for watcher in self._watchers:
@@ -135,14 +138,16 @@ class TaskObjective(Objective):
         return self.undo_average(1.0)
 
     def _idle_params(self) -> Sequence[nn.Parameter]:
-        """Return the parameters of heads that no task of this step trains."""
+        """Return the parameters of heads that no task of this step trains, with an output layer of the trunk."""
         model, trained = unwrap(self.parts.model), frozenset(self._trained)
         if not isinstance(model, MultiTaskModel):
             return ()
         if trained not in self._idle:
             heads = {self.tasks.head_of(task) for task in trained}
             others = [one for name, one in model.heads.items() if name not in heads]
-            kept = {id(param) for param in model.trunk.parameters()}
+            if any(isinstance(one, LanguageModelHead) and one.layer is None for one in others):
+                others += filter(None, [model.get_output_embeddings()])
+            kept = {id(param) for param in model.shared_parameters()}
             kept |= {id(param) for name in model.heads if name in heads for param in model.heads[name].parameters()}
             self._idle[trained] = [one for head in others for one in head.parameters() if id(one) not in kept]
         return self._idle[trained]

@@ -73,8 +73,8 @@ class MultiTask(ActiveTasks):
                     self.samples[task] += size
 
     def _learns(self, task: str) -> bool:
-        """Whether an active task is trained; tensor weights count, since the host does not know them."""
-        return bool(self._weights[task]) or (self.weighting is not None and self.weighting.known_ahead)
+        """Whether an active task is trained."""
+        return bool(self._weights[task])
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Return the outputs for a batch of the heads of its tasks."""
@@ -101,7 +101,8 @@ class MultiTask(ActiveTasks):
                 if ahead is None:
                     raise TrainingError(
                         f"task '{task}': the count of its loss depends on the model's output; with gradient "
-                        "accumulation use a loss whose count does not, or set grad_accum_steps to 1"
+                        "accumulation use a loss whose count does not, or set grad_accum_steps to 1 and, on several "
+                        "processes, on_out_of_memory to error"
                     )
                 if LOSS not in ahead:
                     raise _several_terms(task, ahead)
@@ -149,7 +150,8 @@ class MultiTask(ActiveTasks):
         if weighting is None or not weighting.known_ahead:
             return self._weights
         scale = self.scale(weighting.device, weighting.dtype)
-        return dict(zip(self.tasks, weighting.coefficients(torch.zeros_like(scale), scale).unbind(), strict=True))
+        found = zip(self.tasks, weighting.coefficients(torch.zeros_like(scale), scale).unbind(), strict=True)
+        return {task: value if self._weights.get(task) else 0.0 for task, value in found}
 
     def _penalties(self) -> Mapping[str, Tensor]:
         """Return the weighting's penalty for every task; empty for most weightings."""
@@ -157,7 +159,10 @@ class MultiTask(ActiveTasks):
         if weighting is None or not weighting.has_penalty or not torch.is_grad_enabled():
             return {}
         penalties = weighting.penalties(self.scale(weighting.device, weighting.dtype))
-        return {} if penalties is None else dict(zip(self.tasks, penalties.unbind(), strict=True))
+        if penalties is None:
+            return {}
+        found = zip(self.tasks, penalties.unbind(), strict=True)
+        return {task: value for task, value in found if self._weights.get(task)}
 
     def _task_terms(
         self, task: str, active: ActiveTask, output: Any, inputs: Batch, *, metrics: bool | None

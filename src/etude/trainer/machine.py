@@ -200,7 +200,8 @@ class Machine:
             smaller = f"smaller validation batches ({made_here}fewer samples per batch in the loader)"
             return [smaller, *self._lower_precision(), "shorter inputs"]
 
-        with self.current(), explain_worker_failure(), explain_out_of_memory(self.device, " in validation", remedies):
+        memory = explain_out_of_memory(self.device, " in validation", remedies)
+        with self.current(), explain_worker_failure(), explain_compiler(), memory:
             yield
 
     def _lower_precision(self) -> list[str]:
