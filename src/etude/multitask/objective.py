@@ -53,8 +53,8 @@ class TaskObjective(Objective):
         """Those of both that this step needs."""
         self._trained: set[str] = set()
         """Tasks that this step trains."""
-        self._idle: dict[frozenset[str], list[nn.Parameter]] = {}
-        """By the tasks that a step trains, the parameters of heads that no other task uses."""
+        self._idle: dict[frozenset[str | None], list[nn.Parameter]] = {}
+        """By the heads that a step trains, the parameters of all others."""
         rule = self.weighting
         if rule is not None and rule.state_dict() and all(rule is not part for part in parts.model.modules()):
             raise ConfigError(
@@ -139,18 +139,17 @@ class TaskObjective(Objective):
 
     def _idle_params(self) -> Sequence[nn.Parameter]:
         """Return the parameters of heads that no task of this step trains, with an output layer of the trunk."""
-        model, trained = unwrap(self.parts.model), frozenset(self._trained)
+        model, heads = unwrap(self.parts.model), frozenset(map(self.tasks.head_of, self._trained))
         if not isinstance(model, MultiTaskModel):
             return ()
-        if trained not in self._idle:
-            heads = {self.tasks.head_of(task) for task in trained}
+        if heads not in self._idle:
             others = [one for name, one in model.heads.items() if name not in heads]
             if any(isinstance(one, LanguageModelHead) and one.layer is None for one in others):
                 others += filter(None, [model.get_output_embeddings()])
             kept = {id(param) for param in model.shared_parameters()}
             kept |= {id(param) for name in model.heads if name in heads for param in model.heads[name].parameters()}
-            self._idle[trained] = [one for head in others for one in head.parameters() if id(one) not in kept]
-        return self._idle[trained]
+            self._idle[heads] = [one for head in others for one in head.parameters() if id(one) not in kept]
+        return self._idle[heads]
 
     def complete(self, totals: Counts) -> None:
         """Read or change the gradients of the whole step."""
