@@ -132,6 +132,11 @@ CASES = {
     "dataset with workers": ((2,), {"num_workers": 1}, {"data": {"name": "toy_dataset", "samples": 49}}),
     "drop last": ((2,), {"drop_last": True}, points(49)),
     "unused parameters": ((2, 3), {"find_unused_parameters": True}, {"model": {"name": "toy_unused"}}),
+    "momentum": (
+        (3,),
+        {"grad_accum_steps": 2},
+        points(50) | {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}},
+    ),
     "compiled": ((2,), {"compile": "step"}, points(49)),
 }
 LOOSE = {"bf16": 2e-3, "fp16": 2e-3}

@@ -82,6 +82,7 @@ SETTINGS = {
     "sam": ({"grad_accum_steps": 2}, {"optimizer": SAM}),
     "adaptive sam": ({"ema": 0.9}, {"optimizer": {**SAM, "rho": 0.5, "adaptive": True}}),
     "compiled": ({"compile": "step", "grad_accum_steps": 2}, {}),
+    "momentum": ({}, {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}}),
     "compiled, recomputed": ({"compile": "model", "activation_checkpointing": True}, FUSED),
 }
 
@@ -204,7 +205,15 @@ def test_counts_with_gradients(runs, size):
 
 @pytest.mark.parametrize(
     "check_name",
-    ["llama_tensor", "llama_sharded", "llama_compiled", "mlp_plan", "mlp_optimizer", "mlp_double", "mlp_kernels"],
+    [
+        "llama_tensor",
+        "llama_sharded",
+        pytest.param("llama_compiled", marks=pytest.mark.slow),
+        "mlp_plan",
+        "mlp_optimizer",
+        "mlp_double",
+        "mlp_kernels",
+    ],
 )
 def test_models_of_other_people(runs, check_name):
     ended = runs.call(2, check_name)
