@@ -50,6 +50,8 @@ CASES = {
     "fsdp, recomputed": (make_language, text, "fsdp", {"activation_checkpointing": True}, {}),
     "fsdp, compiled": (make_language, text, "fsdp", {"compile": True}, {}),
     "tensor": (make_language, text, {"tensor": 2}, {"grad_accum_steps": 2, "gradient_clip_norm": 0.5}, {}),
+    "tensor, compiled": (make_language, text, {"tensor": 2}, {"compile": True}, {}),
+    "ddp, compiled": (make_language, text, "ddp", {"compile": True}, {}),
     "ddp, tensor": (make_language, text, {"data": 2, "tensor": 2}, {"gradient_clip_norm": 0.5}, {}),
     "fsdp, tensor": (make_language, text, {"shard": 2, "tensor": 2}, {"gradient_clip_norm": 0.5}, {}),
     "offload": (make_language, text, {"shard": 2, "cpu_offload": True}, {"gradient_clip_norm": 0.5}, {}),

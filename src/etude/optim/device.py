@@ -31,6 +31,7 @@ PIECE_BYTES = 2**27
 
 A call makes temporaries, and copies if it may have to be undone, of a few times this size.
 """
+_AS_IT_IS = nullcontext()
 
 
 class DeviceOptimizer(KernelOptimizer):
@@ -71,12 +72,12 @@ class DeviceOptimizer(KernelOptimizer):
             if not params:
                 continue
             shared: dict[Any, dict[str, Any]] = self.state
-            with nullcontext() if skipped is None else undone_if(skipped, shared.get(f"group_{place}", {}).values()):
+            with _AS_IT_IS if skipped is None else undone_if(skipped, shared.get(f"group_{place}", {}).values()):
                 numbers = self.numbers(place, group, params[0].device)
             for some in self.together(group, params):
                 grads = [param.grad for param in some if param.grad is not None]
                 grads = list(torch._foreach_neg(grads)) if group.get("maximize") else grads
-                with nullcontext() if skipped is None else undone_if(skipped, self._changed(some)):
+                with _AS_IT_IS if skipped is None else undone_if(skipped, self._changed(some)):
                     self.update(group, some, grads, numbers)
         return loss
 
@@ -227,10 +228,11 @@ class Adafactor(DeviceOptimizer):
 
     def update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], numbers: Any) -> None:  # noqa: ARG002
         """Update these parameters; what is a number for each of them is computed for all at once."""
-        grads = [grad for param, grad in zip(params, grads, strict=True) if param.numel()]
-        params = [param for param in params if param.numel()]  # means divide by it
-        if not params:
-            return
+        if 0 in [param.numel() for param in params]:  # means divide by it
+            grads = [grad for grad in grads if grad.numel()]
+            params = [param for param in params if param.numel()]
+            if not params:
+                return
         if params[0].is_cpu and not group["foreach"]:
             self._torchs_update(group, params, grads)
             return
@@ -254,7 +256,10 @@ class Adafactor(DeviceOptimizer):
 
     def together(self, group: dict[str, Any], params: list[Tensor]) -> Iterable[list[Tensor]]:
         """Let torch's function for the CPU go through the parameters itself."""
-        return super().together({**group, "foreach": True} if params[0].is_cpu else group, params)
+        if not params[0].is_cpu or group["foreach"]:
+            return super().together(group, params)
+        are_alike = len({(param.device, param.dtype) for param in params}) == 1
+        return in_pieces(params) if are_alike else [[param] for param in params]
 
     def _torchs_update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Update one parameter after the other by torch's function: reading numbers of the CPU costs nothing."""
