@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from etude import Trainer
+from etude.config import build_component
 from etude.core import ConfigError
 from etude.optim import SGD, Adam, AdamW, RMSprop, group_parameters
 
@@ -101,6 +103,29 @@ def test_mistakes_are_one_line(arguments, words):
         AdamW(Net(), **arguments)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "torch.optim.NAdam"])
+def test_a_group_whose_parameters_are_all_frozen_is_refused(name):
+    """Its settings would have no effect; of a group with some frozen parameters the others have them."""
+    model = Net()
+    model.head.requires_grad_(False)
+    data = torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)
+
+    def trained(params):
+        return Trainer(model, data, optimizer={"name": name, "lr": 0.1, "groups": [{"params": params, "lr": 0.5}]})
+
+    with pytest.raises(ConfigError, match=r"groups.0.params: all .* \(head.weight, head.bias\) are frozen"):
+        trained("head")
+    groups = trained(["head", "embed"]).optimizer.param_groups
+    assert sorted({group["lr"] for group in groups}) == [0.1, 0.5]
+
+
+def test_groups_that_are_no_list_are_refused():
+    with pytest.raises(ConfigError, match=r"optimizer.groups: expected a list, got 'head'"):
+        build_component("optimizer", {"name": "adamw", "groups": "head"}, provided={"params": Net()})
+    with pytest.raises(ConfigError, match=r"optimizer.groups is 'head', which is no list of groups"):
+        AdamW(Net(), groups="head")
 
 
 def test_groups_need_names():

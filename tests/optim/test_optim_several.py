@@ -110,6 +110,16 @@ def test_patterns_that_do_not_cover_the_parameters_are_refused(patterns, word):
         build_component("optimizer", section(*patterns), provided={"params": params})
 
 
+def test_a_pattern_that_leaves_nothing_is_refused():
+    model = net()
+    model[2].requires_grad_(False)
+    data = torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"patterns.1: all parameters that match are in earlier ones; remove it"):
+        Trainer(model, data, optimizer=section("*", "0.*"))
+    with pytest.raises(ConfigError, match=r"patterns.1: all parameters that match are frozen; remove it"):
+        Trainer(model, data, optimizer=section("0.*", "2.*"))
+
+
 def test_an_optimizer_of_several_optimizers_is_one_of_many():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     muon = Muon(model[1:])

@@ -12,7 +12,9 @@ Detail = Mapping[str, Any]
 _NOUNS = {
     "bool_type": "true or false",
     "none_required": "null",
-    **dict.fromkeys(("tuple_type", "set_type", "frozen_set_type", "iterable_type", "Sequence"), "a list"),
+    **dict.fromkeys(
+        ("tuple_type", "set_type", "frozen_set_type", "iterable_type", "sequence_str", "Sequence"), "a list"
+    ),
     **dict.fromkeys(("dict_type", "mapping_type", "model_type", "dataclass_type", "Mapping"), "a mapping"),
 }
 """YAML terms for types and abstract classes for which pydantic uses Python terms."""

@@ -28,6 +28,7 @@ class NamedParams(list[Any]):
         names: Mapping[int, str],
         outer: frozenset[int] = frozenset(),
         elsewhere: frozenset[str] = frozenset(),
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(items)
         self.names = dict(names)
@@ -36,10 +37,13 @@ class NamedParams(list[Any]):
         """Ids of the parameters of embeddings and of the output layer."""
         self.elsewhere = elsewhere
         """Names of parameters that another optimizer has."""
+        self.frozen = frozen
+        """Names of parameters that no optimizer has, because they are not trained."""
 
     def with_items(self, items: Iterable[Any], elsewhere: frozenset[str] | None = None) -> "NamedParams":
         """Return other parameters or groups of the same model."""
-        return NamedParams(items, self.names, self.outer, self.elsewhere if elsewhere is None else elsewhere)
+        elsewhere = self.elsewhere if elsewhere is None else elsewhere
+        return NamedParams(items, self.names, self.outer, elsewhere, self.frozen)
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -106,20 +110,13 @@ def group_parameters(
     given = named_params(params)
     bases = list(given) if any(isinstance(one, dict) for one in given) else [{"params": list(given)}]
     names = given.names
+    if isinstance(groups, (str, Mapping)):
+        raise ConfigError(f"optimizer.groups is {groups!r:.60}, which is no list of groups")
     own = [_checked(group, place, settings, aliases or {}) for place, group in enumerate(groups)]
-    chosen: dict[str, int] = {}
-    for place, group in enumerate(own):
-        if check is not None:
+    if check is not None:
+        for place, group in enumerate(own):
             check(group, f"optimizer.groups.{place}")
-        found = names_matching(group["params"], names.values(), f"optimizer.groups.{place}.params")
-        if given.elsewhere.issuperset(found):
-            raise ConfigError(
-                f"optimizer.groups.{place}.params: all parameters that match ({listed(found, shorten=True)}) are in "
-                "another optimizer; move the group there"
-            )
-        for name in found:
-            chosen.setdefault(name, place)
-    _check_groups(own, set(chosen.values()))
+    chosen = _places(given, own)
     layers = {} if layer_decay is None else _layers(names.values())
     last = max(layers.values(), default=0)
     made: dict[tuple[int, int, int, bool], dict[str, Any]] = {}
@@ -163,7 +160,8 @@ def named_params(params: Any) -> NamedParams:
         return params
     if isinstance(params, nn.Module):
         trained = [param for param in params.parameters() if param.requires_grad]
-        return NamedParams(trained, names_of(params), outer_params(params))
+        frozen = frozenset(name for name, param in params.named_parameters() if not param.requires_grad)
+        return NamedParams(trained, names_of(params), outer_params(params), frozen=frozen)
     pairs = list(params)
     if not all(isinstance(one, tuple) and len(one) == 2 for one in pairs):
         raise ConfigError("groups of parameters need their names: pass model.named_parameters(), or the model")
@@ -188,16 +186,27 @@ def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Ma
     return {"name": label, **found, "params": patterns}
 
 
-def _check_groups(groups: Sequence[Mapping[str, Any]], used: set[int]) -> None:
-    """Raise ConfigError for a group without parameters, or with the name of another, whose rate would not be seen."""
+def _places(given: NamedParams, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the place of the first group that matches a name.
+
+    Raises ConfigError for a group that has no effect, or has the name of another, whose rate would not be seen.
+    """
+    chosen: dict[str, int] = {}
     for place, group in enumerate(groups):
-        if place not in used:
-            raise ConfigError(
-                f"optimizer.groups.{place}.params: all parameters that match are in earlier groups; list this group "
-                "before them, or remove it"
-            )
+        where = f"optimizer.groups.{place}.params"
+        found = names_matching(group["params"], given.names.values(), where)
+        for others, why in (
+            (given.frozen, "frozen; remove the group, or train them"),
+            (given.frozen | given.elsewhere, "in another optimizer; move the group there"),
+            (chosen.keys(), "in earlier groups; list this group before them, or remove it"),
+        ):
+            if others >= set(found):
+                raise ConfigError(f"{where}: all parameters that match ({listed(found, shorten=True)}) are {why}")
+        for name in found:
+            chosen.setdefault(name, place)
         if any(group["name"] == other["name"] for other in groups[:place]):
             raise ConfigError(f"optimizer.groups.{place}: two groups are named '{group['name']}'; set another `name`")
+    return chosen
 
 
 def _layers(names: Iterable[str]) -> dict[str, int]:

@@ -297,6 +297,9 @@ def _share(said: Mapping[str, Any], supplied: Mapping[str, Any], place: int) -> 
         mine = {name for name in found if name not in taken}
         taken |= mine
     chosen = [param for param in params if params.names[id(param)] in mine]
+    if not chosen:
+        why = "frozen" if mine else "in earlier ones"
+        raise ConfigError(f"patterns.{place}: all parameters that match are {why}; remove it and its optimizer")
     elsewhere = frozenset(params.names[id(param)] for param in params) - mine
     return {**supplied, "params": params.with_items(chosen, elsewhere)}
 

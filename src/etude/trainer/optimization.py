@@ -197,7 +197,9 @@ def _named_params(
     if shards is not None:
         outer = frozenset(shards.named(dict.fromkeys(outer, "")))
         found = [{**group, "params": [shards.local(param) for param in group["params"]]} for group in found]
-    groups = NamedParams(params, names, outer)
+    trained = {id(param) for param in params}
+    frozen = frozenset(name for key, name in names.items() if key not in trained)
+    groups = NamedParams(params, names, outer, frozen=frozen)
     return groups.with_items(found) if len(found) > 1 else groups
 
 
