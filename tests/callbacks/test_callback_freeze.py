@@ -92,6 +92,13 @@ def test_frozen_modules_are_in_eval_mode_and_keep_their_statistics():
     assert [torch.equal(one, two) for one, two in pairwise(means)] == [True, True, False, False]
 
 
+def test_a_second_run_says_that_parameters_are_still_frozen(capsys):
+    model = Net()
+    for settings in ({"freeze": "body"}, {}):
+        Trainer(model, DATA, config={"max_steps": 1, "device": "cpu", "batch_size": 8, **settings}).train()
+        assert "171 parameters, 99 of them trained" in capsys.readouterr().out
+
+
 def test_modes_stay_if_asked_for():
     trainer, snapshots = run(1, frozen_eval=False)
     trainer.train()

@@ -110,6 +110,42 @@ def test_a_model_is_placed_as_the_config_says():
         Machine("cpu").place(nn.Linear(2, 2), TrainerConfig(device="cpu", activation_checkpointing="no-such-block"))
 
 
+def calls_of(model):
+    """Return what a call of each of its modules runs, besides the code of its class."""
+    return [(one._compiled_call_impl, vars(one).get("forward")) for one in model.modules()]
+
+
+@pytest.mark.parametrize("compiled", ["model", "off"])
+def test_a_second_trainer_of_a_model_undoes_what_the_first_one_did(compiled):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
+    model[0].compile()
+    machine, before = Machine("cpu"), calls_of(model)
+    machine.place(model, TrainerConfig(device="cpu", compile=compiled, activation_checkpointing="1"))
+    assert (model._compiled_call_impl is not None) == (compiled == "model")
+    assert "forward" in vars(model[1])
+    machine.place(model, TrainerConfig(device="cpu", compile="off"))
+    assert calls_of(model) == before
+
+
+def test_a_second_trainer_undoes_recomputation_by_the_model_itself():
+    class Itself(nn.Sequential):
+        recomputes = False
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
+            self.recomputes = True
+
+        def gradient_checkpointing_disable(self):
+            self.recomputes = False
+
+    model, machine = Itself(nn.Linear(2, 2)), Machine("cpu")
+    for given, expected in ((True, True), (False, False)):
+        machine.place(model, TrainerConfig(device="cpu", activation_checkpointing=given))
+        assert model.recomputes is expected
+    model.gradient_checkpointing_enable()
+    machine.place(model, TrainerConfig(device="cpu"))
+    assert model.recomputes  # its user asked for it
+
+
 def test_loaders_put_batches_where_the_machine_is():
     data = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
     loaders = Loaders(data, config=TrainerConfig(batch_size=2), machine=(machine := Machine("cpu")))

@@ -22,6 +22,7 @@ from etude.callbacks.progress_lines import (
     log_line,
     of_total,
     outcome_line,
+    parameters_line,
     validation_line,
 )
 from etude.checkpoint import is_kind, record_of
@@ -277,5 +278,7 @@ def _subtitle(run: RunInfo) -> str:
         device += f" ({torch.cuda.get_device_name(run.device)})"
     elif run.device.type == "cpu":
         device += f" ({(threads := torch.get_num_threads())} thread{'s' * (threads != 1)})"
-    parts = [device, f"{sum(p.numel() for p in run.model.parameters()):,} parameters"]
+    weights = [(param.numel(), param.requires_grad) for param in run.model.parameters()]
+    size, trained = sum(one for one, _ in weights), sum(one for one, is_trained in weights if is_trained)
+    parts = [device, parameters_line(size, trained)]
     return ", ".join(parts + [f"resumed at step {run.clock.step:,}"] * run.resumed)

@@ -341,6 +341,15 @@ def rate(value: float) -> str:
     return f"{value:.0f}" if value >= 9.5 else f"{value:.2f}"
 
 
+def parameters_line(size: int, trained: int) -> str:
+    """Return the number of parameters in words, and how many of them are trained unless all are.
+
+    >>> parameters_line(1234, 1234), parameters_line(1234, 34)
+    ('1,234 parameters', '1,234 parameters, 34 of them trained')
+    """
+    return f"{size:,} parameters" + (f", {trained:,} of them trained" if trained != size else "")
+
+
 def duration(seconds: float) -> str:
     """Return a duration as h:mm:ss, short ones with tenths of a second.
 

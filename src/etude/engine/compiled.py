@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
+from weakref import WeakSet
 
 import torch
 from annotated_types import Ge, Lt
@@ -43,6 +44,8 @@ SAVED, SAVED_LAYER_S, FLOPS_PER_S = 0.25, 1e-5, 2e14
 """Approximate savings: a share of the time for a step's FLOPs, and some kernels per layer."""
 WORTH = 2.0
 """In auto mode, compiling must save this many times what it costs."""
+_compiled_here: WeakSet[nn.Module] = WeakSet()
+"""What `compile_in_place` has compiled; modules that users compiled are not among it."""
 
 
 class CompiledTask:
@@ -199,6 +202,7 @@ def compile_in_place(module: nn.Module) -> None:
 
     A forward pass that was set on the module itself is kept. Copies and pickles are not compiled.
     """
+    _compiled_here.add(module)
     if is_recomputed(module):
         recompute_compiled(module, torch.compile(_forward))
     elif "forward" not in vars(module) and (module.forward.__module__ or "").startswith("torch.nn."):
@@ -206,6 +210,16 @@ def compile_in_place(module: nn.Module) -> None:
         module._compiled_call_impl = functools.partial(_call, module, torch.compile(_forward))
     else:
         module.compile()
+
+
+def undo_compiling(model: nn.Module) -> None:
+    """Let the modules of a model that `compile_in_place` has compiled run eagerly again."""
+    for module in model.modules():
+        if module in _compiled_here:
+            _compiled_here.discard(module)
+            module._compiled_call_impl = None
+            if is_recomputed(module):
+                recompute_compiled(module, None)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

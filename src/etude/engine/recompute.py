@@ -5,7 +5,7 @@ Dropout draws the same random numbers again, so gradients are the same up to rou
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +25,9 @@ class RecomputesItself(Protocol):
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute activations from now on."""
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations from now on."""
 
 
 def recompute_activations(model: nn.Module, *, blocks: str | None = None, every: int = 1) -> list[str]:
@@ -49,6 +52,17 @@ def recompute_activations(model: nn.Module, *, blocks: str | None = None, every:
     for name in chosen:
         _wrap(model.get_submodule(name))
     return chosen
+
+
+def keep_activations(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Undo what `recompute_activations` did, given the names that it returned."""
+    model = unwrap(model)
+    if isinstance(model, RecomputesItself):
+        model.gradient_checkpointing_disable()
+    for name in blocks:
+        block = model.get_submodule(name)
+        if is_recomputed(block):
+            del block.forward
 
 
 def _nothing_found(model: nn.Module, pattern: str | None) -> str:
@@ -82,8 +96,11 @@ def is_recomputed(block: nn.Module) -> bool:
     return isinstance(own, functools.partial) and own.func is _recomputed
 
 
-def recompute_compiled(block: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let a module that recomputes its activations run compiled code: a function of the module and its arguments."""
+def recompute_compiled(block: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Let a module that recomputes its activations run compiled code, a function of the module and its arguments.
+
+    None makes it run eagerly again.
+    """
     block.forward = functools.partial(_recomputed, block, inner=forward)
 
 

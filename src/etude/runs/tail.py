@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from etude.callbacks.progress_lines import EpochRow, View, duration, epoch_line, finite, log_line, validation_line
+from etude.callbacks.progress_lines import (
+    EpochRow,
+    View,
+    duration,
+    epoch_line,
+    finite,
+    log_line,
+    parameters_line,
+    validation_line,
+)
 from etude.core.spelling import printable
 from etude.monitor.jsonl import decode
 from etude.monitor.live import Monitor, RunStatus
@@ -91,7 +100,9 @@ class RunTail:
             view.title = str(record.get("name") or "")
             view.total_steps, view.total_epochs = _total(record, "total_steps"), _total(record, "total_epochs")
             view.steps_per_epoch = _total(record, "steps_per_epoch")
-            return f"{message}  {record.get('device') or ''}, {_count(record.get('parameters')):,} parameters"
+            size = _count(record.get("parameters"))
+            weights = parameters_line(size, _count(record.get("trainable", size)))
+            return f"{message}  {record.get('device') or ''}, {weights}"
         if kind == "phase" and record.get("phase"):
             view.phase = "/".join(str(record[key]) for key in ("number", "phases") if record.get(key))
             view.phase = f"{view.phase} {record['phase']}".strip()

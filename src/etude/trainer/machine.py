@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from etude.distributed.settings import ParallelConfig, memory_of
 from etude.distributed.sharing import separate_buffers, share_weights
 from etude.engine.capture import CaptureMode
 from etude.engine.captured_evaluation import CapturedEvaluation
-from etude.engine.compiled import CompileMode, Way, compile_blocks, compile_in_place
+from etude.engine.compiled import CompileMode, Way, compile_blocks, compile_in_place, undo_compiling
 from etude.engine.evaluation import evaluate
 from etude.engine.explain import (
     explain_compiler,
@@ -29,9 +30,12 @@ from etude.engine.explain import (
 )
 from etude.engine.precision import MixedPrecision, PrecisionName
 from etude.engine.prediction import predict
-from etude.engine.recompute import recompute_activations
+from etude.engine.recompute import keep_activations, recompute_activations
 from etude.engine.stopping import Interrupts
 from etude.trainer.config import TrainerConfig
+
+_recomputed: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+"""The blocks of models whose activations are recomputed because a config says so."""
 
 
 class Machine:
@@ -135,8 +139,11 @@ class Machine:
             separate_buffers(model)
         if divides:
             share_weights(model, self.world)
+        undo_compiling(model)  # what an earlier trainer of this model did
+        if (blocks := _recomputed.pop(model, None)) is not None:
+            keep_activations(model, blocks)
         if config.recomputed_blocks is not None:
-            recompute_activations(model, **config.recomputed_blocks)
+            _recomputed[model] = recompute_activations(model, **config.recomputed_blocks)
         if self.compiled(config.compile) == "model":
             # Blocks of a divided model, between which FSDP2 gathers weights: they share one graph, and torch cannot
             # compile an embedding that is divided by rows.
