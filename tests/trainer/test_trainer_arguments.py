@@ -209,6 +209,12 @@ def test_float64_is_explained_by_the_loops_too():
         Trainer(net(), device="cpu", progress=False).evaluate(loader)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_of_torchscript_is_refused():
+    with pytest.raises(ConfigError, match="TorchScript"):
+        Trainer(nn.Sequential(torch.jit.script(net())), (X, Y))
+
+
 def test_train_inside_train_is_refused():
     class Again(Callback):
         def on_epoch_end(self, epoch, logs):

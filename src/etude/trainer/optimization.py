@@ -69,6 +69,8 @@ def make_step(
     Without `uses_all_parameters` a step may leave out parameters that the optimizer has.
     """
     check_whole(model)
+    if any(isinstance(one, torch.jit.ScriptModule) for one in model.modules()):
+        raise ConfigError("the model is of TorchScript, which cannot be trained here; pass the module it was made from")
     task.join(model)
     with making_model(machine.device):
         if machine.world.size > 1:
