@@ -201,6 +201,10 @@ def test_hugging_face_models_use_their_own_way(recwarn):
     assert recompute_activations(second, every=2) == ["transformer.h.0", "transformer.h.2"]
     plain.zero_grad()
     assert_same(passed(second), passed(plain))
+    inside = nn.ModuleDict({"lm": gpt2()})  # a model of the user around it
+    assert recompute_activations(inside) == ["lm.transformer.h.0", "lm.transformer.h.1", "lm.transformer.h.2"]
+    plain.zero_grad()
+    assert_same(passed(inside["lm"]), passed(plain))
     assert not [w for w in recwarn.list if "use_cache" in str(w.message) or "reentrant" in str(w.message)]
 
 

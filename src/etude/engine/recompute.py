@@ -41,10 +41,9 @@ def recompute_activations(model: nn.Module, *, blocks: str | None = None, every:
     ['1', '3']
     """
     model = unwrap(model)
-    if isinstance(model, RecomputesItself):
-        forget_cache(model)  # a recomputed block would add its keys and values twice
-        if blocks is None and every == 1 and _enable(model):
-            return repeated_blocks(model)
+    forget_cache(model)  # a recomputed block would add its keys and values twice
+    if isinstance(model, RecomputesItself) and blocks is None and every == 1 and _enable(model):
+        return repeated_blocks(model)
     names = repeated_blocks(model) if blocks is None else modules_matching(model, blocks)
     if not names:
         raise ConfigError(_nothing_found(model, blocks))
@@ -83,11 +82,12 @@ def _enable(model: RecomputesItself) -> bool:
     return True
 
 
-def forget_cache(model: object) -> None:
-    """Disable the key-value cache of a model of Hugging Face, which training does not read."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False
+def forget_cache(model: nn.Module) -> None:
+    """Disable the key-value caches of models of Hugging Face in a model, which training does not read."""
+    for one in model.modules():
+        config: Any = vars(one).get("config")
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def is_recomputed(block: nn.Module) -> bool:
