@@ -147,6 +147,42 @@ def test_a_sweep_is_continued_as_it_was(etude, points):
     assert "has changed since the sweep" in etude("sweep", "s").error
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("mode: min", "mode: max", "mode"),
+        ("metric: val_loss", "metric: loss", "metric"),
+        ("- 0.02", "- 0.03", "space"),
+    ],
+)
+def test_a_sweep_file_that_was_edited_in_its_folder_is_refused(etude, points, old, new, key):
+    """Its trials were compared, or chosen, in another way."""
+    assert etude("sweep", points, *SPACE, "--trials", 1, "training.epochs=1").code == 0
+    file = Path("s/sweep.yaml")
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    for words in (["s", "--trials", 2], ["status", "s"], ["best", "s"], ["plot", "s"]):
+        assert f"another sweep ({key} differ" in etude("sweep", *words).error
+
+
+def test_sweeps_whose_folders_have_the_same_name_do_not_share_a_study(etude, points):
+    database = ["training.epochs=1", "--storage", "sqlite:///s.db"]
+    assert etude("sweep", points, *SPACE, *database).code == 0
+    other = etude("sweep", points, "model.dropout=0.1,0.2", "--dir", "other/s", *database)
+    assert "another sweep (space differ" in other.error
+    Path("other.yaml").write_text(points.read_text())
+    other = etude("sweep", "other.yaml", "optimizer.lr=0.01,0.02", "--dir", "another/s", *database)
+    assert "another sweep (experiment differ" in other.error
+    assert "there is no study 's'" in etude("sweep", "status", "s", "--storage", "sqlite:///new.db").error
+
+
+def test_a_sweep_does_not_begin_in_the_folder_of_a_run(etude, points):
+    assert etude("train", points, "training.epochs=1", "--run-dir", "run", "-q").code == 0
+    before = sorted(Path("run").iterdir())
+    assert "run holds a run" in etude("sweep", points, "optimizer.lr=0.01,0.02", "--dir", "run").error
+    assert sorted(Path("run").iterdir()) == before
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_trials_of_several_processes(etude, points):
