@@ -51,7 +51,7 @@ class SweepFolder:
     def begin(self, spec: SweepSpec, config: str) -> None:
         """Write the files of a new sweep, or check that the folder holds the same one.
 
-        `config` is the whole config of the experiment. Raises RunFolderError if the folder holds a run or another sweep.
+        `config` is the whole config of the experiment. Raises RunFolderError if a run or another sweep is there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
