@@ -1,16 +1,18 @@
 """Sweeps that are killed, interrupted or shared: no trial is lost, none runs twice, and the bytes are the same."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from etude.sweep import SweepFolder
+from etude.sweep import SweepFolder, run_sweep
 from etude.sweep.folder import _JournalLock
 
 LIMIT_S = 300
@@ -65,6 +67,27 @@ def test_a_stopped_sweep_continues_its_trial_with_the_same_bytes(etude, points, 
     assert "2 of 2 trials: 2 complete" in done.out
     assert events(trial).count("resume") == 1
     same_weights(trial, "optimizer.lr=0.01")
+
+
+def test_the_dashboard_sees_the_last_values_of_a_stopped_sweep(points, monkeypatch):
+    monkeypatch.setattr("etude.sweep.trials_file.EVERY_S", math.inf)  # not by chance a moment before
+    Path("hold").touch()
+
+    def stop():
+        while not (Path("reached").exists() and '"val"' in Path("s/trial-0000/metrics.jsonl").read_text()):
+            time.sleep(0.01)
+        time.sleep(1)  # the sweep reads the values every 0.2 s
+        Path("hold").unlink()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    outcome = run_sweep(points, ["optimizer.lr=0.01,0.02", "training.epochs=2000"], run_dir="s")
+    thread.join()
+    assert outcome.status == "interrupted"
+    (trial,) = json.loads(Path("s/trials.json").read_text())["trials"]
+    assert (trial["number"], trial["state"]) == (0, "running")
+    assert trial["value"] > 0
 
 
 @pytest.mark.slow

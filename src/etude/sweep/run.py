@@ -130,6 +130,7 @@ class _Sweep:
                         self._look(one)
                     self.trials_file.write()
                 self._stop()
+                self.trials_file.write(ended=True)
         except (OSError, StorageInternalError) as error:
             if isinstance(error, RunFolderError | BrokenPipeError):
                 raise
