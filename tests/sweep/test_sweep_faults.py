@@ -199,6 +199,14 @@ def test_sweeps_whose_folders_have_the_same_name_do_not_share_a_study(etude, poi
     assert "there is no study 's'" in etude("sweep", "status", "s", "--storage", "sqlite:///new.db").error
 
 
+@pytest.mark.parametrize("arguments", [["sweep.yaml", "--dir", "."], ["."], [".", "--trials", 1]])
+def test_a_folder_with_a_sweep_file_of_the_user_is_no_sweep(etude, points, arguments):
+    text = f"experiment: {points}\nspace: {{optimizer.lr: [0.01, 0.02]}}\nmetric: val_loss\nmode: min\n"
+    Path("sweep.yaml").write_text(text)
+    assert "no sweep has begun in ." in etude("sweep", *arguments).error
+    assert Path("sweep.yaml").read_text() == text
+
+
 def test_a_sweep_does_not_begin_in_the_folder_of_a_run(etude, points):
     assert etude("train", points, "training.epochs=1", "--run-dir", "run", "-q").code == 0
     before = sorted(Path("run").iterdir())

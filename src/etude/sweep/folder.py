@@ -79,6 +79,10 @@ class SweepFolder:
                 f"{self.path} has trials but no {self.journal_path.name}: pass the same --storage if they are in a "
                 "database; if the file is lost, choose another --dir"
             )
+        if not self.experiment_path.is_file():
+            raise RunFolderError(
+                f"no sweep has begun in {self.path}, although it has a {SPEC}: pass {self.spec_path} and another --dir"
+            )
         before, now = self.read().identity(), spec.identity()
         if changed := [key for key in now if now[key] != before[key]]:
             raise RunFolderError(
