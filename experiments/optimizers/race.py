@@ -187,9 +187,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("race"))
     options = parser.parse_args(argv)
+    problems = options.problems.split(",")
+    if unknown := [name for name in problems if name not in PROBLEMS]:
+        parser.error(f"unknown problem {unknown[0]!r}; there are: {', '.join(PROBLEMS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     print("| problem | optimizer | best rate | validation loss | accuracy | ms a step |\n|---|---|---|---|---|---|")
-    results = race(options.problems.split(","), options.workers, options.out)
+    results = race(problems, options.workers, options.out)
     (options.out / "results.json").write_text(json.dumps({**machine(), **results}) + "\n")
 
 

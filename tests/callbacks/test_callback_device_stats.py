@@ -9,6 +9,8 @@ from torch import nn
 
 from etude import AdamW, Callback, Trainer
 from etude.callbacks import DeviceStats, LearningRateMonitor, device_stats
+from etude.callbacks.profiling.trace import Trace
+from etude.callbacks.recorder import memory_in_use
 from etude.engine.callback import RunInfo
 
 
@@ -106,6 +108,26 @@ def test_a_gpu_without_its_package_still_tells_its_memory(monkeypatch, caplog):
     numbers = callback.numbers()
     assert (numbers["gpu/memory_allocated_gb"], numbers["gpu/memory_reserved_gb"]) == (3.0, 5.0)
     assert "gpu/power_w" not in numbers
+
+
+def test_the_most_memory_since_the_start_outlives_a_profile(monkeypatch):
+    """The profiler measures every part of a step, for which torch has to begin its peaks again."""
+    peaks = {"allocated": 3e9, "reserved": 5e9}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peaks["reserved"])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update(allocated=1e9, reserved=2e9)
+    )
+    monkeypatch.setattr(device_stats, "NVML", {})
+    monkeypatch.setattr("etude.callbacks.recorder._EARLIER", {})
+    callback, trace = DeviceStats(), Trace(torch.device("cuda"))
+    callback.on_train_begin(run_info("cuda"))
+    with trace.span("forward"):
+        pass
+    assert trace.memory["forward"].allocated == 1e9
+    numbers = callback.numbers()
+    assert (numbers["gpu/memory_allocated_gb"], numbers["gpu/memory_reserved_gb"]) == (3.0, 5.0)
+    assert memory_in_use(torch.device("cuda")) == {"memory_bytes": 3e9}
 
 
 def test_a_gpu_in_the_units_of_the_names(monkeypatch):

@@ -1,6 +1,8 @@
 """`etude profile`: its report, its files, no run folder, and mistakes in one line."""
 
+import errno
 import json
+import os
 import signal
 
 import pytest
@@ -105,4 +107,16 @@ def test_a_signal_stops_it_without_a_trace_of_it(config, tmp_path, monkeypatch):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_cannot_be_written_are_not_said_to_be_made(etude, config, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("etude.callbacks.profiler.Profiler.write", full)
+    done = etude("profile", config(), "--steps", 1, "--out", tmp_path / "out")
+    assert "No space left on device" in done.error
+    assert "part of a step" in done.out
+    assert "made" not in done.out
     assert not (tmp_path / "out").exists()

@@ -20,6 +20,7 @@ def test_a_sweep_has_a_view_of_its_own(page, sweep):
     open_at(page, server, tab="sweeps")
     expect(page.locator(".sweep-head")).to_contain_text("7 of 8")
     expect(page.locator(".sweep-head")).to_contain_text("0.4000 (trial 3)")
+    expect(page.locator(".sweep-head")).to_contain_text("1 stopped")
     expect(page.locator("circle.trial")).to_have_count(6)  # one has no value
     expect(page.locator(".trial-line")).to_have_count(4)
     expect(page.locator(".share")).to_have_text(["optimizer.lr75 %", "model.act25 %"])

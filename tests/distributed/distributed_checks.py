@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, TensorDataset
 
 from etude import DataLoader, Trainer, predict
+from etude.callbacks import NaNDebugger
 from etude.core import CheckpointError, ConfigError, DataError, TrainingError
 from etude.core.task import LossTerm, Task
 from etude.data import LoaderData, as_loader
@@ -607,6 +608,45 @@ def automatic_size_of_two_ranks() -> None:
         made = Trainer(Limited(3 if w.rank else 40), data(30), config=config, progress=False, world=w)
         assert made.config.micro_batch_size == 6, made.config.micro_batch_size
         made.train()
+
+
+class Heard(Callback):
+    """Keeps what is found."""
+
+    shows_notices = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def on_notice(self, message, facts):
+        if facts.get("finding"):
+            self.found.append((message, facts))
+
+
+class ReadsLater(NaNDebugger):
+    """Looks at a skipped step when the log is read, as on CUDA."""
+
+    def on_train_begin(self, run):
+        super().on_train_begin(run)
+        self._reads = False
+
+
+def nan_on_one_rank() -> None:
+    """Whichever rank has the sample, the process that writes the run folder names it."""
+    with world() as w:
+        for bad, debugger in ((1, NaNDebugger()), (6, NaNDebugger()), (6, ReadsLater())):
+            x, y = data(16)
+            x[bad] = float("nan")
+            heard, folder = Heard(), w.share_text(tempfile.mkdtemp())
+            loader = DataLoader((x, y), batch_size=8, shuffle=False)
+            trainer(loader, callbacks=[debugger, heard], world=w, output_dir=f"{folder}/run").train()
+            if not w.is_main:
+                continue
+            ((message, facts),) = heard.found
+            assert f"the batch contains non-finite values (part 0); sample {bad % 4}, on rank {bad // 4}" in message
+            assert facts["rows"] == [bad % 4]
+            assert bool(facts["file"]) == (bad < 4), message  # the other rank's batch is not here
 
 
 def resumed_on_one_machine() -> None:

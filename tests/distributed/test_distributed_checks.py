@@ -11,7 +11,9 @@ def test_world(runs, check, size):
     runs.call(size, check).ok()
 
 
-@pytest.mark.parametrize("check", ["collectives_of_a_step", "loaders", "micro_batches_without_weight", "predictions"])
+@pytest.mark.parametrize(
+    "check", ["collectives_of_a_step", "loaders", "micro_batches_without_weight", "predictions", "nan_on_one_rank"]
+)
 def test_trainer(runs, check):
     runs.call(2, check).ok()
 

@@ -1,16 +1,18 @@
 """Sweeps that are killed, interrupted or shared: no trial is lost, none runs twice, and the bytes are the same."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from etude.sweep import SweepFolder
+from etude.sweep import SweepFolder, run_sweep
 from etude.sweep.folder import _JournalLock
 
 LIMIT_S = 300
@@ -65,6 +67,27 @@ def test_a_stopped_sweep_continues_its_trial_with_the_same_bytes(etude, points, 
     assert "2 of 2 trials: 2 complete" in done.out
     assert events(trial).count("resume") == 1
     same_weights(trial, "optimizer.lr=0.01")
+
+
+def test_the_dashboard_sees_the_last_values_of_a_stopped_sweep(points, monkeypatch):
+    monkeypatch.setattr("etude.sweep.trials_file.EVERY_S", math.inf)  # not by chance a moment before
+    Path("hold").touch()
+
+    def stop():
+        while not (Path("reached").exists() and '"val"' in Path("s/trial-0000/metrics.jsonl").read_text()):
+            time.sleep(0.01)
+        time.sleep(1)  # the sweep reads the values every 0.2 s
+        Path("hold").unlink()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    outcome = run_sweep(points, ["optimizer.lr=0.01,0.02", "training.epochs=2000"], run_dir="s")
+    thread.join()
+    assert outcome.status == "interrupted"
+    (trial,) = json.loads(Path("s/trials.json").read_text())["trials"]
+    assert (trial["number"], trial["state"]) == (0, "running")
+    assert trial["value"] > 0
 
 
 @pytest.mark.slow
@@ -145,6 +168,50 @@ def test_a_sweep_is_continued_as_it_was(etude, points):
     assert "holds another sweep (space differ" in other.error
     Path("points.yaml").write_text(Path("points.yaml").read_text().replace("dropout: 0.1", "dropout: 0.2"))
     assert "has changed since the sweep" in etude("sweep", "s").error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("mode: min", "mode: max", "mode"),
+        ("metric: val_loss", "metric: loss", "metric"),
+        ("- 0.02", "- 0.03", "space"),
+    ],
+)
+def test_a_sweep_file_that_was_edited_in_its_folder_is_refused(etude, points, old, new, key):
+    """Its trials were compared, or chosen, in another way."""
+    assert etude("sweep", points, *SPACE, "--trials", 1, "training.epochs=1").code == 0
+    file = Path("s/sweep.yaml")
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    for words in (["s", "--trials", 2], ["status", "s"], ["best", "s"], ["plot", "s"]):
+        assert f"another sweep ({key} differ" in etude("sweep", *words).error
+
+
+def test_sweeps_whose_folders_have_the_same_name_do_not_share_a_study(etude, points):
+    database = ["training.epochs=1", "--storage", "sqlite:///s.db"]
+    assert etude("sweep", points, *SPACE, *database).code == 0
+    other = etude("sweep", points, "model.dropout=0.1,0.2", "--dir", "other/s", *database)
+    assert "another sweep (space differ" in other.error
+    Path("other.yaml").write_text(points.read_text())
+    other = etude("sweep", "other.yaml", "optimizer.lr=0.01,0.02", "--dir", "another/s", *database)
+    assert "another sweep (experiment differ" in other.error
+    assert "there is no study 's'" in etude("sweep", "status", "s", "--storage", "sqlite:///new.db").error
+
+
+@pytest.mark.parametrize("arguments", [["sweep.yaml", "--dir", "."], ["."], [".", "--trials", 1]])
+def test_a_folder_with_a_sweep_file_of_the_user_is_no_sweep(etude, points, arguments):
+    text = f"experiment: {points}\nspace: {{optimizer.lr: [0.01, 0.02]}}\nmetric: val_loss\nmode: min\n"
+    Path("sweep.yaml").write_text(text)
+    assert "no sweep has begun in ." in etude("sweep", *arguments).error
+    assert Path("sweep.yaml").read_text() == text
+
+
+def test_a_sweep_does_not_begin_in_the_folder_of_a_run(etude, points):
+    assert etude("train", points, "training.epochs=1", "--run-dir", "run", "-q").code == 0
+    before = sorted(Path("run").iterdir())
+    assert "run holds a run" in etude("sweep", points, "optimizer.lr=0.01,0.02", "--dir", "run").error
+    assert sorted(Path("run").iterdir()) == before
 
 
 @pytest.mark.slow

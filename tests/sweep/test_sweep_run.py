@@ -250,6 +250,15 @@ def test_an_unknown_metric_ends_the_sweep_with_the_nearest_name(etude, points):
     assert "'val_los'; did you mean 'val_loss'?" in done.error
 
 
+@pytest.mark.parametrize("epochs", [1, 50])
+def test_a_trial_without_the_metric_of_the_others_is_a_failed_one(etude, points, epochs):
+    words = ["data.validation=0.2,0,0.3", f"training.epochs={epochs}", "--dir", "s"]
+    done = etude("sweep", points, *words)
+    assert done.code == 0, done.err
+    assert "trial 1  failed: metric: the runs report no 'val_loss'" in done.out
+    assert [trial.state for trial in trials()] == [COMPLETE, FAIL, COMPLETE]
+
+
 def test_a_database_holds_the_study(etude, points):
     options = ["--storage", "sqlite:///s.db"]
     done = etude("sweep", points, "optimizer.lr=0.01,0.02", "training.epochs=1", "--dir", "s", *options)

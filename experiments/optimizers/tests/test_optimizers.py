@@ -63,3 +63,10 @@ def test_the_picture_has_a_line_for_each_optimizer():
     root = ET.fromstring(draw_curves.draw(runs))
     lines = [one for one in root.iter() if one.tag.endswith("polyline")]
     assert len(lines) == len(draw_curves.COLOURS) * (1 + 2 * len(race.PROBLEMS))
+
+
+def test_a_misspelt_problem_is_one_line(capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        race.main(["--problems", "tiny_lm,lenet", "--out", str(tmp_path / "race")])
+    assert "unknown problem 'lenet'; there are: tiny_lm, lenet5" in capsys.readouterr().err
+    assert not (tmp_path / "race").exists()

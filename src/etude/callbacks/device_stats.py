@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from etude.callbacks.recorder import memory_in_use
+from etude.callbacks.recorder import memory_in_use, peak_memory
 from etude.config.registry import register
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -70,8 +70,8 @@ class DeviceStats(Callback):
         if resident := memory_in_use(_CPU).get("memory_bytes"):
             found["cpu/memory_gb"] = resident / 1e9
         if self._device.type == "cuda":
-            found["gpu/memory_allocated_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
-            found["gpu/memory_reserved_gb"] = torch.cuda.max_memory_reserved(self._device) / 1e9
+            allocated, reserved = peak_memory(self._device)
+            found |= {"gpu/memory_allocated_gb": allocated / 1e9, "gpu/memory_reserved_gb": reserved / 1e9}
         for name in [*self._known]:
             read, factor = NVML[name]
             try:

@@ -100,11 +100,11 @@ class NaNDebugger(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         """Look for it before the run ends: too many skipped updates may be the reason."""
-        self._look_back(isinstance(error, Exception))
+        self._look_back(isinstance(error, Exception), together=False)
 
     # --- skipped steps of the past
 
-    def _look_back(self, skipped: float) -> None:
+    def _look_back(self, skipped: float, *, together: bool = True) -> None:
         unread, self._unread = self._unread, []
         step = None if self._parts is None else self._parts.step
         bad = [place for place, report in unread if report.skipped.item()] if skipped and step is not None else []
@@ -112,11 +112,7 @@ class NaNDebugger(Callback):
             return
         self._reads = True
         if batches := self._read_again(bad[0], step):
-            finding = _search(step, batches)
-            assert self._run is not None
-            if self._run.clock.step != bad[0][0]:
-                finding.text = f"with the weights of step {self._run.clock.step}, {finding.text or 'it is finite'}"
-            self._report(step, bad[0], finding, batches)
+            self._report(step, bad[0], _search(step, batches), batches, together=together)
 
     def _read_again(self, place: Place, step: Step) -> list[Batch]:
         """Return the batches of a step, if their order is known and reading them does not disturb the training."""
@@ -135,17 +131,27 @@ class NaNDebugger(Callback):
 
     # --- reporting
 
-    def _report(self, step: Step, place: Place, finding: Finding, batches: Any) -> None:
+    def _report(self, step: Step, place: Place, finding: Finding, batches: Any, *, together: bool = True) -> None:
+        """Report the finding of the first rank that has one; `together`: all ranks are here with theirs."""
         assert self._run is not None
         self._left -= 1
+        own: list[Any] = [finding.text, finding.rows, self._samples(step, place, finding)]
+        found = [own]
+        if together:
+            found = [json.loads(one) for one in step.world.gather_text(json.dumps(own))]
+        rank = next((rank for rank, one in enumerate(found) if one[0]), 0)
         if not self._run.is_main:
             return
         number, epoch, start, end = place
-        text = finding.text or (FINITE_AT_FIRST if step.updater.needs_second_gradient else FINITE)
+        text, rows, which = found[rank]
+        if step.world.size > 1:
+            which += f", on rank {rank}" if text or not together else ", on all ranks"
+        if self._run.clock.step != number:
+            text = f"with the weights of step {self._run.clock.step}, {text or 'it is finite'}"
+        text = text or (FINITE_AT_FIRST if step.updater.needs_second_gradient else FINITE)
         scaled = " (with a loss scale a few skipped steps are normal)" * (step.precision.scaler is not None)
-        which = self._samples(step, place, finding)
-        file = self._write(place, text, batches)
-        facts = {"epoch": epoch, "start": start, "end": end, "rows": finding.rows, "file": file}
+        file = self._write(place, text, batches) if rank == step.world.rank else ""
+        facts = {"epoch": epoch, "start": start, "end": end, "rows": rows, "file": file}
         self.notify(
             f"step {number} (samples {start} to {end - 1} of epoch {epoch + 1}) was skipped: {text}{which}{scaled}"
             f"{f'; its batch is in {file}' if file else ''}",

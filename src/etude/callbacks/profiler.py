@@ -16,6 +16,7 @@ from etude.callbacks.profiling.advice import Facts, Source, advise
 from etude.callbacks.profiling.profile import BETWEEN, PARTS, Profile
 from etude.callbacks.profiling.timeline import Timeline
 from etude.callbacks.profiling.trace import Trace
+from etude.callbacks.recorder import peak_memory
 from etude.config.registry import register
 from etude.core import StepReport
 from etude.core.arguments import checked
@@ -286,5 +287,5 @@ def _crowded(threads: int) -> str:
 
 def _free_memory(device: torch.device) -> float:
     free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - peak_memory(device)[0]
     return (free + max(unused, 0)) / total

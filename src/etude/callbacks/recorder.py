@@ -27,6 +27,8 @@ from etude.monitor.jsonl import JsonlSink, read_jsonl
 from etude.monitor.run_folder import RunFolder
 
 logger = logging.getLogger("etude")
+_EARLIER: dict[torch.device, tuple[int, int]] = {}
+"""The peaks of devices until torch began to measure them again."""
 
 
 class RunRecorder(EventCallback):
@@ -127,12 +129,25 @@ class RunRecorder(EventCallback):
 def memory_in_use(device: torch.device) -> dict[str, int]:
     """Return the most memory that tensors had on a CUDA device, else what the process has; empty if nobody says."""
     if device.type == "cuda":
-        return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
+        return {"memory_bytes": peak_memory(device)[0]}
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return {"memory_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """Return the most memory of a CUDA device since the start, by tensors and by torch."""
+    allocated, reserved = _EARLIER.get(device, (0, 0))
+    now = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return max(allocated, now[0]), max(reserved, now[1])
+
+
+def restart_peaks(device: torch.device) -> None:
+    """Let torch measure the peaks of a CUDA device from now on; `peak_memory` still knows the earlier ones."""
+    _EARLIER[device] = peak_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def _identity(record: dict[str, Any]) -> Any:

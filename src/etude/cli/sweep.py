@@ -156,5 +156,6 @@ def _open(path: Path, storage: str | None) -> Any:
     from etude.sweep import SweepFolder
 
     folder = SweepFolder(path, storage)
-    spec = folder.read()
-    return folder, spec, folder.study()
+    spec, study = folder.read(), folder.study()
+    folder.check_study(study, spec)
+    return folder, spec, study

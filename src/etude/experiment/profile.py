@@ -12,7 +12,7 @@ from etude.callbacks.profiler import SETTLING, TRACED, Profiler
 from etude.callbacks.profiling.profile import Profile
 from etude.config import Selection
 from etude.config.registry import Component
-from etude.core import ConfigError, TrainingError
+from etude.core import ConfigError, RunFolderError, TrainingError
 from etude.distributed import before_joining
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.experiment.build import build_trainer
@@ -38,7 +38,7 @@ def profile_experiment(
 
     `steps` are profiled. The folder is `profiles/EXPERIMENT/TIME` by default. Nothing is validated, callbacks that
     send metrics elsewhere are left out, and no run folder remains. Raises KeyboardInterrupt if a signal stops it,
-    TrainingError if the run ends before the profile is complete.
+    TrainingError if the run ends before the profile is complete, RunFolderError if the profile cannot be written.
     """
     with before_joining():
         config = (
@@ -67,6 +67,10 @@ def profile_experiment(
                     f"the run ended after {trainer.state.clock.step} steps{f' ({reason})' * bool(reason)}, before the "
                     "profile was complete; pass fewer --steps, or remove what ends it"
                 )
+            if profiler.problem is not None:
+                say(str(profiler.profile))
+                reason = getattr(profiler.problem, "strerror", None) or str(profiler.problem)
+                raise RunFolderError(f"cannot write the profile to {path}: {reason}; choose another --out")
             return profiler.profile, path
 
 
@@ -77,6 +81,8 @@ class _OnlyProfile(Profiler):
         super().__init__(start=steps + SETTLE, steps=steps, folder=str(folder.resolve()))
         self.needed = self.start + 2 * steps + SETTLING + TRACED
         self._training = training
+        self.problem: Exception | None = None
+        """Why the profile could not be written."""
 
     def bind(self, parts: RunParts) -> None:
         """Keep the settings of the experiment: those of the run differ."""
@@ -92,6 +98,13 @@ class _OnlyProfile(Profiler):
         """End the run, as if by a signal: it is not complete."""
         super().finish(run)
         self.control.request_stop("profiled", by_signal=True)
+
+    def write(self, folder: Path) -> None:
+        """Keep the reason if the files cannot be written: `profile_experiment` reports it."""
+        try:
+            super().write(folder)
+        except (OSError, RuntimeError) as error:
+            self.problem = error
 
     def on_train_end(self, result: Logs) -> None:  # noqa: ARG002
         """Stop watching: `profile_experiment` says why there is no profile."""

@@ -8,6 +8,7 @@ trial-0007/      the run folder of a trial, or one seed-0, seed-1 … for each o
 """
 
 import errno
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _OWNER = ".sweep"
 """File in the folder of a trial, locked by the process that runs it."""
+_IDENTITY = "sweep"
+"""Attribute of a study: the sweep whose trials it holds."""
 
 
 class SweepFolder:
@@ -48,13 +51,15 @@ class SweepFolder:
     def begin(self, spec: SweepSpec, config: str) -> None:
         """Write the files of a new sweep, or check that the folder holds the same one.
 
-        `config` is the whole config of the experiment. Raises RunFolderError if the folder holds another sweep.
+        `config` is the whole config of the experiment. Raises RunFolderError if a run or another sweep is there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with self.locked():
                 if self.spec_path.exists():
                     self._check(spec, config)
+                elif (self.path / CONFIG).exists():
+                    raise RunFolderError(f"{self.path} holds a run; choose another --dir")
                 else:
                     write_text(self.experiment_path, config)
                 write_text(self.spec_path, spec.to_yaml())
@@ -74,8 +79,11 @@ class SweepFolder:
                 f"{self.path} has trials but no {self.journal_path.name}: pass the same --storage if they are in a "
                 "database; if the file is lost, choose another --dir"
             )
-        stored = self.read()
-        before, now = stored.identity(), spec.identity()
+        if not self.experiment_path.is_file():
+            raise RunFolderError(
+                f"no sweep has begun in {self.path}, although it has a {SPEC}: pass {self.spec_path} and another --dir"
+            )
+        before, now = self.read().identity(), spec.identity()
         if changed := [key for key in now if now[key] != before[key]]:
             raise RunFolderError(
                 f"{self.path} holds another sweep ({', '.join(changed)} differ); choose another --dir"
@@ -85,7 +93,22 @@ class SweepFolder:
                 f"{spec.experiment} has changed since the sweep in {self.path} began (its config was "
                 f"{self.experiment_path}); choose another --dir"
             )
-        spec.space = {key: spec.space[key] for key in stored.space}  # the order of a grid
+
+    def check_study(self, study: "Study", spec: SweepSpec, name: str | None = None) -> None:
+        """Raise RunFolderError if a study holds another sweep: our sweep.yaml was edited, or a database is shared.
+
+        With the `name` of the experiment it is kept in a new study. The path of its file may differ between machines.
+        """
+        now = json.loads(json.dumps({**spec.identity(), "experiment": name}))
+        if _IDENTITY not in study.user_attrs and name is not None:
+            study.set_user_attr(_IDENTITY, now)
+        before = study.user_attrs.get(_IDENTITY, now)
+        if changed := [key for key in now if now[key] != before[key] and (key, name) != ("experiment", None)]:
+            raise RunFolderError(
+                f"the study of {self.path} holds another sweep ({', '.join(changed)} differ from {self.spec_path}); "
+                "choose another --dir, or undo the change"
+            )
+        spec.space = {key: spec.space[key] for key in before["space"]}  # the order of a grid
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -107,13 +130,15 @@ class SweepFolder:
             except Exception as error:  # of optuna, SQLAlchemy or the driver of a database
                 if is_last:
                     where = "--storage" if self.storage else self.journal_path
+                    if isinstance(error, KeyError):
+                        raise ConfigError(f"{where}: there is no study '{self._study_name}'") from error
                     lines = str(error).strip().splitlines() or [type(error).__name__]
                     raise ConfigError(f"{where}: cannot open the study: {shorten(lines[0], 200)}") from error
         raise AssertionError
 
     def _open(self, optuna: Any, mode: str | None) -> "Study":
         storage = self.storage or optuna.storages.JournalStorage(self._journal())
-        name = self.path.resolve().name if self.storage else "sweep"
+        name = self._study_name
         if mode is None:
             study: Study = optuna.load_study(study_name=name, storage=storage)
         else:
@@ -121,6 +146,10 @@ class SweepFolder:
                 study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
             )
         return study
+
+    @property
+    def _study_name(self) -> str:
+        return self.path.resolve().name if self.storage else "sweep"
 
     def _journal(self) -> Any:
         from optuna.storages.journal import JournalFileBackend

@@ -16,7 +16,7 @@ from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
 from etude.sweep.spec import SPEC, SweepSpec, overrides_of, read_document, validated
 from etude.sweep.trials_file import TrialsFile
-from etude.sweep.watch import RunningTrial
+from etude.sweep.watch import MetricMissing, RunningTrial
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -93,6 +93,7 @@ def run_sweep(
     folder = SweepFolder(path, storage)
     folder.begin(spec, config.to_yaml())
     study = folder.study(spec.mode)
+    folder.check_study(study, spec, config.name)
     study.pruner = pruner
     if odd := odd_mode(spec.metric, spec.mode):
         say(odd)
@@ -129,6 +130,7 @@ class _Sweep:
                         self._look(one)
                     self.trials_file.write()
                 self._stop()
+                self.trials_file.write(ended=True)
         except (OSError, StorageInternalError) as error:
             if isinstance(error, RunFolderError | BrokenPipeError):
                 raise
@@ -243,6 +245,16 @@ class _Sweep:
 
     def _look(self, one: RunningTrial) -> None:
         """Report the values of a trial, and what became of it if its process has ended."""
+        try:
+            self._look_at(one)
+        except MetricMissing as error:
+            if not self._has_success():  # no other trial has it either
+                raise
+            if one.process is not None:
+                one.process.terminate()
+            self._end(one, failed=str(error))
+
+    def _look_at(self, one: RunningTrial) -> None:
         code = None if one.process is None else one.process.poll()
         one.report()
         if one.is_finished and (one.process is None or code is not None):
@@ -295,10 +307,15 @@ class _Sweep:
             self.prunes = False
             self.say(f"pruner: a run has one value of {self.spec.metric}, at its end, so no trial can be pruned")
         self.failures += bool(failed)
-        succeeded = (TrialState.COMPLETE, TrialState.PRUNED)  # also in an earlier part, or in another process
-        if self.failures >= MAX_FAILURES and not any(trial.state in succeeded for trial in self._trials()):
+        if self.failures >= MAX_FAILURES and not self._has_success():
             self._stop()
             raise TrainingError(f"the first {self.failures} trials failed, so the sweep ends; the last: {failed}")
+
+    def _has_success(self) -> bool:
+        """Whether a trial has a value, also in an earlier part, or in another process."""
+        from optuna.trial import TrialState
+
+        return any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in self._trials())
 
     def _release(self, one: RunningTrial) -> None:
         self.running.remove(one)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _NOT_METRICS = ("step", "epoch", "split", "time", "nonfinite", "phase")
 
 
+class MetricMissing(ConfigError):
+    """A run does not report the metric that is compared."""
+
+
 class MetricReader:
     """The values of one metric that a run has recorded: of its validations, or of its epochs."""
 
@@ -33,7 +37,7 @@ class MetricReader:
         self.names: dict[str, None] = {}
 
     def read(self) -> list[float]:
-        """Return all values so far; NaN where one was not finite. Raises ConfigError if there is no such metric."""
+        """Return all values so far; NaN where one was not finite. Raises MetricMissing if there is none."""
         while records := self._follower.read():
             if self._follower.restarts != self._restarts:  # the run was continued from an earlier step
                 self._begin()
@@ -55,8 +59,8 @@ class MetricReader:
             self.refuse()
 
     def refuse(self) -> None:
-        """Raise ConfigError: no record has the metric."""
-        raise ConfigError(f"metric: the runs report no '{self.metric}'{suggest(self.metric, self.names)}")
+        """Raise MetricMissing: no record has the metric."""
+        raise MetricMissing(f"metric: the runs report no '{self.metric}'{suggest(self.metric, self.names)}")
 
     @property
     def values(self) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from etude.callbacks.recorder import memory_in_use
+from etude.callbacks.recorder import memory_in_use, restart_peaks
 
 MOST_OPERATORS = 10
 MATRIX = ("mm", "bmm", "addmm", "baddbmm", "linear", "conv", "attention", "gemm")
@@ -59,7 +59,7 @@ class Trace:
     def span(self, name: str) -> Iterator[None]:
         """Show a part in the trace, and measure its memory."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            restart_peaks(self.device)
         with record_function(name):
             yield
         now, known = _memory(self.device), self.memory.get(name, Memory(0))

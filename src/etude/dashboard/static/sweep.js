@@ -158,7 +158,8 @@ function drawTable(box, sweep) {
 const showCurves = (sweep) => set({ runs: sweep.trials.flatMap((one) => one.runs), tab: "curves" }, { push: true });
 
 function headOf(sweep) {
-  const counts = Object.entries(sweep.states).map(([state, count]) => `${count} ${state}`).join(", ");
+  const states = sweep.trials.map(stateOf);
+  const counts = [...new Set(states)].map((state) => `${states.filter((one) => one === state).length} ${state}`).join(", ");
   const facts = [["trials", `${sweep.trials.length} of ${sweep.total ?? "?"}`], ["states", counts], ["best", sweep.best ? `${num(sweep.best.value)} (trial ${sweep.best.number})` : "–"], ["metric", `${sweep.metric} (${sweep.mode})`]];
   const choice = h("select", { "aria-label": "Sweep", onchange: (event) => set({ sweep: event.target.value }) }, data.sweeps.map((one) => h("option", { value: one.id, selected: one.id === sweep.id }, one.id === "." ? one.name : one.id)));
   return [h("div", { class: "run-head" }, h("h2", {}, sweep.experiment ?? sweep.name), data.sweeps.length > 1 ? choice : h("span", { class: "muted id" }, sweep.id === "." ? sweep.name : sweep.id), h("button", { type: "button", class: "button", onclick: () => showCurves(sweep) }, "Curves of all trials")),
@@ -178,7 +179,7 @@ export function sweepsPage() {
   const show = () => {
     if (!found || view.tab !== "sweeps") return;
     const states = found.trials.map(stateOf);
-    fillOnce(box.head, JSON.stringify([found, data.sweeps.map((one) => one.id)]), () => headOf(found));
+    fillOnce(box.head, JSON.stringify([found, states, data.sweeps.map((one) => one.id)]), () => headOf(found));
     fillOnce(ramp, document.documentElement.dataset.theme, () => ["best", ...[0, 0.25, 0.5, 0.75, 1].map((at) => h("i", { class: "swatch-dot", style: { "--run": tint(at) } })), "worst"]);
     const drawn = JSON.stringify([found, states, box.history.clientWidth, document.documentElement.dataset.theme]);
     if (element.drawnWith === drawn) return;
