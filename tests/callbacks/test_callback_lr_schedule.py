@@ -114,6 +114,19 @@ def test_a_scheduler_that_is_shorter_than_the_run_is_named():
         schedule.on_step_end(report())
 
 
+@pytest.mark.parametrize("slope", [-0.5, float("inf")])
+def test_a_rate_that_torch_would_use_to_climb_is_refused(slope):
+    """A scheduler may end below 0 where the run is longer than it; a rate after the last step is not used."""
+    one = optimizer()
+    schedule = LRSchedule(lr_scheduler.LambdaLR(one, lambda step: 1 + slope * step if step else 1), interval="step")
+    for step in range(3 if slope < 0 else 1):
+        schedule.on_step_begin(step)
+        one.step()
+        schedule.on_step_end(report())
+    with pytest.raises(TrainingError, match=r"LambdaLR gave the learning rate .* for step 3"):
+        schedule.on_step_begin(3)
+
+
 def test_mistakes_in_arguments():
     plateau, step = lr_scheduler.ReduceLROnPlateau(optimizer()), lr_scheduler.StepLR(optimizer(), 1)
     for arguments in ({}, {"monitor": "loss", "interval": "step"}):

@@ -485,3 +485,41 @@ def test_kept_hyperparameters_are_arguments_and_not_counts(tmp_path):
     other.load_checkpoint(tmp_path / "run", keep_hyperparameters=True)
     (group,) = other.optimizer.param_groups
     assert (group["lr"], group["count"]) == (0.125, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("adam", {"amsgrad": True}), ("rmsprop", {"centered": True, "momentum": 0.9})]
+)
+@pytest.mark.parametrize("prefix", ["", "torch"])
+def test_a_kept_setting_may_need_state_that_the_checkpoint_lacks(tmp_path, name, more, prefix):
+    """It begins with zeros, as in a new optimizer."""
+    kind = {"adam": "torch.optim.Adam", "rmsprop": "torch.optim.RMSprop"}[name] if prefix else name
+
+    def make(epochs, folder=None, **settings):
+        optimizer = {"name": kind, "lr": 0.01, **settings}
+        config = {"batch_size": 8, "epochs": epochs}
+        return Trainer(model(), data(), config=config, optimizer=optimizer, output_dir=folder, progress=False)
+
+    make(2, tmp_path / "run").train()
+    other = make(3, **more)
+    other.load_checkpoint(tmp_path / "run", keep_hyperparameters=True)
+    before = [{key: value.clone() for key, value in state.items()} for state in other.optimizer.state.values()]
+    assert {"max_exp_avg_sq", "grad_avg"} & set(before[0])
+    other.train()
+    for state, old in zip(other.optimizer.state.values(), before, strict=True):
+        if name == "adam":  # the largest since then
+            assert bool((state["max_exp_avg_sq"] >= state["exp_avg_sq"]).all())
+        assert float(state["step"]) == float(old["step"]) + 6
+
+
+def test_settings_of_a_checkpoint_that_differ_from_those_given_are_a_warning(tmp_path, caplog):
+    def make(epochs, lr, **more):
+        config, optimizer = {"batch_size": 8, "epochs": epochs}, AdamW((one := model()).parameters(), lr=lr)
+        return Trainer(one, data(), config=config, optimizer=optimizer, progress=False, **more)
+
+    make(2, 0.5, output_dir=tmp_path / "run", scheduler=cosine(24)).train()
+    make(3, 0.5, output_dir=tmp_path / "run", scheduler=cosine(24), resume=True).train()
+    assert not caplog.records
+    make(4, 0.25, output_dir=tmp_path / "run", scheduler=cosine(24), resume=True).train()
+    (record,) = caplog.records
+    assert all(word in record.message for word in ("lr 0.5", "0.25", "keep_hyperparameters=True"))

@@ -1,5 +1,6 @@
 """Step a learning-rate scheduler of torch or timm from the hooks of a run."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, Protocol, runtime_checkable
@@ -108,6 +109,16 @@ class LRSchedule(Callback):
         if self.monitored is not None:
             self.monitored.begin_phase(facts)
             self.scheduler.best, self.scheduler.num_bad_epochs = self.scheduler.mode_worse, 0
+
+    def on_step_begin(self, step: int) -> None:
+        """Raise TrainingError for a negative or infinite rate, which torch would use."""
+        for group in self.scheduler.optimizer.param_groups:
+            rate = group["lr"]
+            if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
+                raise TrainingError(
+                    f"LRSchedule: {type(self.scheduler).__name__} gave the learning rate {rate:.4g} for step {step}; "
+                    "it must be finite and at least 0 in every step of the run"
+                )
 
     def on_step_end(self, report: StepReport) -> None:
         """Set the rate of the next step."""
