@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from etude.core import ConfigError
-from etude.optim import SGD, Adam, AdamW, RMSprop, group_parameters
+from etude.optim import SGD, Adam, AdamW, Muon, RMSprop, group_parameters
 
 
 class Net(nn.Module):
@@ -93,6 +93,11 @@ def test_groups_are_those_of_torch_for_any_optimizer():
         ({"groups": [{"params": "head", "lr": None}]}, ["groups.0.lr", "null"]),
         ({"groups": [{"params": "head"}, {"params": "head.bias", "lr": 1.0}]}, ["groups.1", "earlier"]),
         ({"groups": [{"params": "head", "name": "a"}, {"params": "embed", "name": "a"}]}, ["groups.1", "'a'"]),
+        ({"groups": [{"params": "head", "lr": 0.1, "learning_rate": 0.2}]}, ["groups.0", "learning_rate", "lr"]),
+        (
+            {"groups": [{"params": "head.bias", "weight_decay": 0.1}], "decay_only_matrices": True},
+            ["groups.0.weight_decay", "decay_only_matrices"],
+        ),
         ({"layer_decay": 1.5}, ["layer_decay", "1.5"]),
     ],
 )
@@ -101,6 +106,15 @@ def test_mistakes_are_one_line(arguments, words):
         AdamW(Net(), **arguments)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
+
+
+def test_a_group_of_matrices_and_vectors_may_have_a_weight_decay_beside_the_preset():
+    """Muon gives its matrices to one optimizer and its vectors to another."""
+    groups = [{"params": "blocks", "weight_decay": 0.3}]
+    for kind in (AdamW, Muon):
+        made = kind(Net(), weight_decay=0.1, groups=groups, decay_only_matrices=True)
+        decays = {group["weight_decay"] for group in made.param_groups if group.get("name") == "blocks"}
+        assert decays == {0.3, 0.0}
 
 
 def test_groups_need_names():

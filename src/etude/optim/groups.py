@@ -138,6 +138,8 @@ def group_parameters(
                 if not has_decay:
                     made[key]["weight_decay"] = 0.0
             made[key]["params"].append(param)
+    params_here = {names.get(id(param), ""): param for base in bases for param in base["params"]}
+    _check_decay(own, chosen if decay_only_matrices else {}, params_here)
     return [made[key] for key in sorted(made, key=lambda key: (key[0], key[1], -key[2], not key[3]))]
 
 
@@ -176,6 +178,9 @@ def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Ma
     if not isinstance(group, Mapping) or not group.get("params"):
         raise ConfigError(f"{where} needs `params`, a pattern of parameter names such as 'backbone.*'")
     found = {aliases.get(key, key): value for key, value in group.items()}
+    if len(found) < len(group):
+        twice = next(key for key in group if aliases.get(key, key) != key)
+        raise ConfigError(f"{where} has {twice} and {aliases[twice]}, which are the same; keep one of them")
     allowed = None if settings is None else {*settings, "params", "name"}
     for key in found:
         if allowed is not None and key not in allowed:
@@ -198,6 +203,17 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], used: set[int]) -> None:
             )
         if any(group["name"] == other["name"] for other in groups[:place]):
             raise ConfigError(f"optimizer.groups.{place}: two groups are named '{group['name']}'; set another `name`")
+
+
+def _check_decay(groups: Sequence[Mapping[str, Any]], chosen: Mapping[str, int], params: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a group of vectors with a weight decay, which would have none."""
+    for place, group in enumerate(groups):
+        its = [params.get(name) for name, own in chosen.items() if own == place]  # None: of another optimizer
+        if its and group.get("weight_decay") and all(param is not None and param.dim() < 2 for param in its):
+            raise ConfigError(
+                f"optimizer.groups.{place}.weight_decay: all parameters of the group are biases, norms or other "
+                "vectors, which have no weight decay with decay_only_matrices; remove one of the two"
+            )
 
 
 def _layers(names: Iterable[str]) -> dict[str, int]:
