@@ -35,6 +35,13 @@ class Rates(Callback):
         self.seen.append(report.lr)
 
 
+class Endless:
+    """Batches whose number is not known."""
+
+    def __iter__(self):
+        return iter([data(8)] * 4)
+
+
 def schedules(total):
     return {
         "warmup_cosine": warmup_cosine(total, total // 4),
@@ -366,6 +373,28 @@ def test_lengths_beyond_the_run_are_warned_of(caplog):
     places = ["scheduler.total_steps", "scheduler.milestones", "scheduler.schedule.step_size"]
     assert [text.split(":")[0] for text in words] == places
     assert all("12 of the run" in text for text in words)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [
+        ({"name": "multistep", "milestones": [6, 12]}, 1),  # the rate would change after the last step
+        ({"name": "step", "step_size": 12}, 1),
+        ({"name": "multistep", "milestones": [6, 11]}, 0),
+        ({"name": "cosine_restarts", "first_period": 12}, 0),
+        ({"name": "cosine", "total_steps": 12}, 0),
+    ],
+)
+def test_a_change_at_the_very_end_of_the_run_is_warned_of(schedule, count, caplog):
+    trainer({"epochs": 2}, scheduler=schedule).train()
+    assert caplog.text.count("of the run") == count
+
+
+def test_a_schedule_with_a_length_of_its_own_needs_none_of_the_run():
+    one = Trainer(
+        model(), Endless(), config={"epochs": 1}, scheduler={"name": "linear", "total_steps": 8}, progress=False
+    )
+    assert one.train()["lr"] == pytest.approx(3e-4 * 5 / 8)
 
 
 def test_a_warmup_of_inverse_sqrt_is_shortened_too(caplog):
