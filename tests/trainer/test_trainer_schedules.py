@@ -552,3 +552,13 @@ def test_settings_of_a_checkpoint_that_differ_from_those_given_are_a_warning(tmp
     make(4, 0.25, output_dir=tmp_path / "run", scheduler=cosine(24), resume=True).train()
     (record,) = caplog.records
     assert all(word in record.message for word in ("lr 0.5", "0.25", "keep_hyperparameters=True"))
+
+
+def test_what_a_torch_scheduler_has_changed_is_no_difference(tmp_path, caplog):
+    for epochs in (1, 2):
+        one = model()
+        optimizer = SGD(one.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "output_dir": tmp_path / "run", "resume": True}
+        Trainer(one, data(), config={"batch_size": 8, "epochs": epochs}, progress=False, **parts).train()
+    assert not caplog.records

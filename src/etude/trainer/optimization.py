@@ -251,13 +251,14 @@ def hyperparameters(
         {key: value for key, value in group.items() if key in names or key.startswith("initial_")}
         for group, names in zip(optimizer.param_groups, known, strict=True)
     ]
-    if keep and any(isinstance(one, LRSchedule) for one in callbacks):
+    is_stepped = any(isinstance(one, LRSchedule) for one in callbacks)  # it changes rates, and may change momentum
+    if keep and is_stepped:
         raise ConfigError(
             "keep_hyperparameters cannot change the rates inside a torch scheduler; use a function of the step, "
             "such as etude.optim.cosine"
         )
     yield
-    if keep is None and (changed := _differences(mine, optimizer.param_groups)):
+    if keep is None and not is_stepped and (changed := _differences(mine, optimizer.param_groups)):
         logger.warning(
             "training continues with the settings of the checkpoint: %s; to change them, load it with "
             "load_checkpoint(path, keep_hyperparameters=True)",
