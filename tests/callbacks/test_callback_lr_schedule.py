@@ -85,6 +85,20 @@ def test_plateau_follows_the_monitored_number(resume_at):
     assert rates(driven)[0] < 0.01
 
 
+def test_plateau_of_another_metric_begins_again(tmp_path):
+    life, callbacks = Life(tmp_path), []
+    for name, mode in (("val_loss", "min"), ("val_accuracy", "max")):
+        scheduler = lr_scheduler.ReduceLROnPlateau(life.optimizer, mode=mode, patience=0)
+        callbacks.append(LRSchedule(scheduler, monitor=name))
+    callbacks[0].on_epoch_end(0, {"val_loss": 2.0})
+    life.clock.step = 1
+    callbacks[1].load_state_dict(callbacks[0].state_dict())
+    callbacks[1].on_train_begin(life.run_info())
+    for epoch, accuracy in enumerate((0.1, 0.2, 0.3)):
+        callbacks[1].on_epoch_end(epoch, {"val_accuracy": accuracy})
+    assert life.lr == 1.0
+
+
 def test_rates_held_in_tensors(tmp_path):
     life = Life(tmp_path)
     one = torch.optim.SGD(life.model.parameters(), lr=torch.tensor(1.0))
@@ -112,6 +126,19 @@ def test_a_scheduler_that_is_shorter_than_the_run_is_named():
         schedule.on_step_end(report())
     with pytest.raises(TrainingError, match="OneCycleLR"):
         schedule.on_step_end(report())
+
+
+@pytest.mark.parametrize("slope", [-0.5, float("inf")])
+def test_a_rate_that_torch_would_use_to_climb_is_refused(slope):
+    """A scheduler may end below 0 where the run is longer than it; a rate after the last step is not used."""
+    one = optimizer()
+    schedule = LRSchedule(lr_scheduler.LambdaLR(one, lambda step: 1 + slope * step if step else 1), interval="step")
+    for step in range(3 if slope < 0 else 1):
+        schedule.on_step_begin(step)
+        one.step()
+        schedule.on_step_end(report())
+    with pytest.raises(TrainingError, match=r"LambdaLR gave the learning rate .* for step 3"):
+        schedule.on_step_begin(3)
 
 
 def test_mistakes_in_arguments():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from etude import BasicTrainingLoop, Callback, Trainer, TrainingLoop
-from etude.callbacks import plateau
+from etude.callbacks import EarlyStopping, plateau
 from etude.config import build_component
 from etude.core import Clock, ConfigError
 from etude.engine.callback import RunInfo, RunParts
@@ -202,3 +202,17 @@ def test_per_group_inside_is_kept():
     schedules = plateau(per_group({"head": cosine(10)}))
     assert schedules.of_group("head")(5) == cosine(10)(5)
     assert len(schedules.callbacks) == 1
+
+
+@pytest.mark.parametrize("changed", [{"monitor": "val_accuracy"}, {"monitor": "val_loss", "mode": "max"}])
+def test_a_run_resumed_with_another_metric_begins_the_count_again(tmp_path, changed):
+    """A best loss says nothing about accuracies; the factor so far stays."""
+    rates, stopping = Rates(), EarlyStopping(patience=1, min_delta=0.5, **changed)
+    trainer(SECTION, config={"epochs": 3}, callbacks=[EarlyStopping(patience=9)], output_dir=tmp_path).train()
+    later = {"callbacks": [stopping, rates], "output_dir": tmp_path, "resume": True}
+    one = trainer({**SECTION, **changed, "threshold": 0.0}, config={"epochs": 5}, **later)
+    one.train()
+    assert rates.seen[:8] == pytest.approx([1e-3 * 0.25] * 8)
+    assert len(rates.seen) == 8
+    assert stopping.monitored.best_epoch == 3
+    assert stopping.control.reason.startswith(changed["monitor"])

@@ -86,8 +86,17 @@ def test_resume_makes_a_finished_run_longer(etude, config, run, tmp_path):
     assert [record["epoch"] for record in metrics(run, "epoch")] == [0, 1, 2, 3]
 
 
-def test_resume_with_another_learning_rate(etude, run):
-    assert etude("resume", run, "training.epochs=3", "optimizer.lr=0.5", "-q").code == 0
+@pytest.mark.parametrize("key", ["optimizer.lr", "optimizer.learning_rate", "training.learning_rate"])
+def test_resume_with_another_learning_rate(etude, run, key):
+    assert etude("resume", run, "training.epochs=3", f"{key}=0.5", "-q").code == 0
+    assert [record["lr"] for record in metrics(run, "epoch")] == [0.01, 0.01, 0.5]
+
+
+def test_a_learning_rate_that_no_checkpoint_has_yet_is_that_of_the_config(etude, run):
+    """As after a resume with another rate that was killed before it saved."""
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("lr: 0.01", "lr: 0.5"))
+    assert etude("resume", run, "training.epochs=3", "-q").code == 0
     assert [record["lr"] for record in metrics(run, "epoch")] == [0.01, 0.01, 0.5]
 
 

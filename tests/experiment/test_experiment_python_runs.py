@@ -118,6 +118,13 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(mine, etude, tmp_path):
     assert sys.modules["my_parts"] is not mine
 
 
+def test_a_run_is_resumed_with_another_learning_rate(mine, etude, tmp_path):
+    trainer(mine, tmp_path / "run", epochs=2, optimizer=None, scheduler=None).train()
+    forget()
+    assert etude("resume", "run", "training.epochs=3", "training.learning_rate=0.5", "--import-class", "-q").code == 0
+    assert [record["lr"] for record in records(tmp_path / "run", "epoch")] == [3e-4, 3e-4, 0.5]
+
+
 def test_a_run_is_evaluated_like_its_last_validation(mine, etude, tmp_path):
     result = trainer(mine, tmp_path / "run").train()
     forget()

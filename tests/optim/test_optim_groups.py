@@ -7,7 +7,7 @@ from torch import nn
 from etude import Trainer
 from etude.config import build_component
 from etude.core import ConfigError
-from etude.optim import SGD, Adam, AdamW, RMSprop, group_parameters
+from etude.optim import SGD, Adam, AdamW, Muon, RMSprop, group_parameters
 
 
 class Net(nn.Module):
@@ -95,6 +95,11 @@ def test_groups_are_those_of_torch_for_any_optimizer():
         ({"groups": [{"params": "head", "lr": None}]}, ["groups.0.lr", "null"]),
         ({"groups": [{"params": "head"}, {"params": "head.bias", "lr": 1.0}]}, ["groups.1", "earlier"]),
         ({"groups": [{"params": "head", "name": "a"}, {"params": "embed", "name": "a"}]}, ["groups.1", "'a'"]),
+        ({"groups": [{"params": "head", "lr": 0.1, "learning_rate": 0.2}]}, ["groups.0", "learning_rate", "lr"]),
+        (
+            {"groups": [{"params": "head.bias", "weight_decay": 0.1}], "decay_only_matrices": True},
+            ["groups.0.weight_decay", "decay_only_matrices"],
+        ),
         ({"layer_decay": 1.5}, ["layer_decay", "1.5"]),
     ],
 )
@@ -106,19 +111,21 @@ def test_mistakes_are_one_line(arguments, words):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "torch.optim.NAdam"])
-def test_a_group_whose_parameters_are_all_frozen_is_refused(name):
-    """Its settings would have no effect; of a group with some frozen parameters the others have them."""
+def test_a_group_whose_parameters_are_all_frozen_is_a_warning(name, caplog):
+    """What is frozen may be chosen on the command line; of a group with some frozen parameters the others count."""
     model = Net()
     model.head.requires_grad_(False)
     data = torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)
 
-    def trained(params):
-        return Trainer(model, data, optimizer={"name": name, "lr": 0.1, "groups": [{"params": params, "lr": 0.5}]})
+    def rates(params):
+        section = {"name": name, "lr": 0.1, "groups": [{"params": params, "lr": 0.5}]}
+        return sorted({group["lr"] for group in Trainer(model, data, optimizer=section).optimizer.param_groups})
 
-    with pytest.raises(ConfigError, match=r"groups.0.params: all .* \(head.weight, head.bias\) are frozen"):
-        trained("head")
-    groups = trained(["head", "embed"]).optimizer.param_groups
-    assert sorted({group["lr"] for group in groups}) == [0.1, 0.5]
+    assert rates(["head", "embed"]) == [0.1, 0.5]
+    assert not caplog.messages
+    assert rates("head") == [0.1]
+    why = "all parameters that match (head.weight, head.bias) are frozen, so the group has no effect"
+    assert caplog.messages == [f"optimizer.groups.0.params: {why}"]
 
 
 def test_groups_that_are_no_list_are_refused():
@@ -126,6 +133,15 @@ def test_groups_that_are_no_list_are_refused():
         build_component("optimizer", {"name": "adamw", "groups": "head"}, provided={"params": Net()})
     with pytest.raises(ConfigError, match=r"optimizer.groups is 'head', which is no list of groups"):
         AdamW(Net(), groups="head")
+
+
+def test_a_group_of_matrices_and_vectors_may_have_a_weight_decay_beside_the_preset():
+    """Muon gives its matrices to one optimizer and its vectors to another."""
+    groups = [{"params": "blocks", "weight_decay": 0.3}]
+    for kind in (AdamW, Muon):
+        made = kind(Net(), weight_decay=0.1, groups=groups, decay_only_matrices=True)
+        decays = {group["weight_decay"] for group in made.param_groups if group.get("name") == "blocks"}
+        assert decays == {0.3, 0.0}
 
 
 def test_groups_need_names():

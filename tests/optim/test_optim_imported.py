@@ -121,6 +121,7 @@ def test_any_class_has_groups_layer_wise_rates_and_decay_of_matrices_only():
         ("subprocess.Popen", "is not a class that derives"),
         ({"name": "torch.optim.Adamax", "weightdecay": 0.1}, "did you mean 'weight_decay'"),
         ({"name": "torch.optim.Adamax", "lr": "fast"}, "optimizer.lr"),
+        ({"name": "torch.optim.Rprop", "decay_only_matrices": True}, "has no weight_decay"),
         ({"name": "torch.optim.Adamax", "lr": -1.0}, "Invalid learning rate"),
         ({"name": "torch.optim.AdamW", "foreach": True, "fused": True}, "foreach"),
         ({"name": "torch.optim.AdamW", "differentiable": True}, "differentiable"),
@@ -144,6 +145,16 @@ def test_a_class_that_takes_any_name_still_refuses_misspelt_ones(monkeypatch):
         )
     with pytest.raises(ConfigError, match="lr"):
         build_component("optimizer", "own_optimizers.Plain", provided={"params": params})
+
+
+def test_a_class_that_its_package_imports_late_is_found(monkeypatch):
+    """As those of transformers."""
+    module = types.ModuleType("late_optimizers")
+    module.__getattr__ = {"Late": torch.optim.Adamax}.__getitem__  # raises a KeyError for others
+    monkeypatch.setitem(sys.modules, "late_optimizers", module)
+    assert type(trained("late_optimizers.Late").optimizer) is torch.optim.Adamax
+    with pytest.raises(ConfigError, match="does not exist"):
+        trained("late_optimizers.Later")
 
 
 def test_a_config_runs_only_the_code_that_it_imports(tmp_path):

@@ -271,6 +271,7 @@ def test_a_fused_kernel_that_does_not_exist_is_refused():
         (Adam, {"lr": math.nan}, "Adam: lr is nan; it must be above 0"),
         (AdamW, {"lr": math.inf}, "AdamW: lr is inf; it must be finite"),
         (SGD, {"weight_decay": math.inf}, "SGD: weight_decay is inf"),
+        (Adam, {"lr": "0.1"}, "Adam: lr is '0.1'; it must be a number above 0"),
         (SGD, {"momentum": 9}, "SGD: momentum is 9; it must be at least 0 and below 1"),
         (SGD, {"dampening": 1.5}, "SGD: dampening is 1.5; it must be at least 0 and at most 1"),
         (AdamW, {"betas": (0.9, 1.0)}, r"AdamW: betas\[1\] is 1.0; it must be at least 0 and below 1"),

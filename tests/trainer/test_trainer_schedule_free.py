@@ -208,3 +208,27 @@ def test_a_size_of_batches_is_found_with_an_optimizer_that_begins_in_evaluation_
     made = trainer(1, optimizer=package, batch_size="auto")
     assert made.config.batch_size == 16
     assert "loss" in made.train()
+
+
+class Begun(Callback):
+    """Keeps the weights before the first step."""
+
+    def on_train_begin(self, run):
+        self.model = run.model
+
+    def on_epoch_begin(self, epoch):
+        self.weights = weights(self.model)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, package])
+def test_a_run_resumed_with_another_beta1_keeps_the_average(tmp_path, optimizer):
+    """Those of training are computed again: the saved ones hold another share of the average."""
+    first, begun = trainer(1, tmp_path, optimizer=optimizer), Begun()
+    first.train()
+    average = weights(first.model)
+    z = torch.cat([first.optimizer.state[param]["z"].flatten() for param in first.model.parameters()])
+    later = trainer(2, optimizer=optimizer, callbacks=[begun])
+    later.optimizer.param_groups[0]["betas"] = (0.3, 0.999)
+    later.load_checkpoint(tmp_path, keep_hyperparameters=True)
+    later.train()
+    torch.testing.assert_close(begun.weights, 0.3 * average + 0.7 * z)

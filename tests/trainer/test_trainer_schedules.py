@@ -35,6 +35,13 @@ class Rates(Callback):
         self.seen.append(report.lr)
 
 
+class Endless:
+    """Batches whose number is not known."""
+
+    def __iter__(self):
+        return iter([data(8)] * 4)
+
+
 def schedules(total):
     return {
         "warmup_cosine": warmup_cosine(total, total // 4),
@@ -368,6 +375,28 @@ def test_lengths_beyond_the_run_are_warned_of(caplog):
     assert all("12 of the run" in text for text in words)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [
+        ({"name": "multistep", "milestones": [6, 12]}, 1),  # the rate would change after the last step
+        ({"name": "step", "step_size": 12}, 1),
+        ({"name": "multistep", "milestones": [6, 11]}, 0),
+        ({"name": "cosine_restarts", "first_period": 12}, 0),
+        ({"name": "cosine", "total_steps": 12}, 0),
+    ],
+)
+def test_a_change_at_the_very_end_of_the_run_is_warned_of(schedule, count, caplog):
+    trainer({"epochs": 2}, scheduler=schedule).train()
+    assert caplog.text.count("of the run") == count
+
+
+def test_a_schedule_with_a_length_of_its_own_needs_none_of_the_run():
+    one = Trainer(
+        model(), Endless(), config={"epochs": 1}, scheduler={"name": "linear", "total_steps": 8}, progress=False
+    )
+    assert one.train()["lr"] == pytest.approx(3e-4 * 5 / 8)
+
+
 def test_a_warmup_of_inverse_sqrt_is_shortened_too(caplog):
     rates = Rates()
     trainer({"scheduler_type": "inverse_sqrt", "epochs": 5}, rates).train()
@@ -485,3 +514,51 @@ def test_kept_hyperparameters_are_arguments_and_not_counts(tmp_path):
     other.load_checkpoint(tmp_path / "run", keep_hyperparameters=True)
     (group,) = other.optimizer.param_groups
     assert (group["lr"], group["count"]) == (0.125, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("adam", {"amsgrad": True}), ("rmsprop", {"centered": True, "momentum": 0.9})]
+)
+@pytest.mark.parametrize("prefix", ["", "torch"])
+def test_a_kept_setting_may_need_state_that_the_checkpoint_lacks(tmp_path, name, more, prefix):
+    """It begins with zeros, as in a new optimizer."""
+    kind = {"adam": "torch.optim.Adam", "rmsprop": "torch.optim.RMSprop"}[name] if prefix else name
+
+    def make(epochs, folder=None, **settings):
+        optimizer = {"name": kind, "lr": 0.01, **settings}
+        config = {"batch_size": 8, "epochs": epochs}
+        return Trainer(model(), data(), config=config, optimizer=optimizer, output_dir=folder, progress=False)
+
+    make(2, tmp_path / "run").train()
+    other = make(3, **more)
+    other.load_checkpoint(tmp_path / "run", keep_hyperparameters=True)
+    before = [{key: value.clone() for key, value in state.items()} for state in other.optimizer.state.values()]
+    assert {"max_exp_avg_sq", "grad_avg"} & set(before[0])
+    other.train()
+    for state, old in zip(other.optimizer.state.values(), before, strict=True):
+        if name == "adam":  # the largest since then
+            assert bool((state["max_exp_avg_sq"] >= state["exp_avg_sq"]).all())
+        assert float(state["step"]) == float(old["step"]) + 6
+
+
+def test_settings_of_a_checkpoint_that_differ_from_those_given_are_a_warning(tmp_path, caplog):
+    def make(epochs, lr, **more):
+        config, optimizer = {"batch_size": 8, "epochs": epochs}, AdamW((one := model()).parameters(), lr=lr)
+        return Trainer(one, data(), config=config, optimizer=optimizer, progress=False, **more)
+
+    make(2, 0.5, output_dir=tmp_path / "run", scheduler=cosine(24)).train()
+    make(3, 0.5, output_dir=tmp_path / "run", scheduler=cosine(24), resume=True).train()
+    assert not caplog.records
+    make(4, 0.25, output_dir=tmp_path / "run", scheduler=cosine(24), resume=True).train()
+    (record,) = caplog.records
+    assert all(word in record.message for word in ("lr 0.5", "0.25", "keep_hyperparameters=True"))
+
+
+def test_what_a_torch_scheduler_has_changed_is_no_difference(tmp_path, caplog):
+    for epochs in (1, 2):
+        one = model()
+        optimizer = SGD(one.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "output_dir": tmp_path / "run", "resume": True}
+        Trainer(one, data(), config={"batch_size": 8, "epochs": epochs}, progress=False, **parts).train()
+    assert not caplog.records

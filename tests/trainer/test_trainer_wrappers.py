@@ -228,6 +228,8 @@ def test_a_function_that_steps_by_itself_is_refused():
     [
         (lambda _: SGD(smooth()), "none of the model's parameters"),
         (lambda model: torch.optim.LBFGS(model.parameters()), "needs a closure"),
+        (lambda model: Lookahead(torch.optim.LBFGS(model.parameters())), "LBFGS needs a closure"),
+        (lambda model: SAM(Lookahead(torch.optim.LBFGS(model.parameters()))), "LBFGS needs a closure"),
     ],
 )
 def test_an_optimizer_that_cannot_train_the_functions_is_refused(make, words):

@@ -46,10 +46,9 @@ class EarlyStopping(Callback):
         """Epochs since the last improvement."""
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Reset the count for a new run; a resumed one keeps it."""
-        if run.clock.step == 0:
+        """Reset the count for a new run or another metric; a resumed run keeps it."""
+        if self.monitored.begin(run) or run.clock.step == 0:
             self.wait = 0
-        self.monitored.begin(run)
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Restart the count: metrics of different phases are not comparable."""

@@ -1,5 +1,6 @@
 """Step a learning-rate scheduler of torch or timm from the hooks of a run."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, Protocol, runtime_checkable
@@ -100,14 +101,27 @@ class LRSchedule(Callback):
                 "LRSchedule belongs to another optimizer than the one that trains; build the scheduler from the "
                 "optimizer given to the trainer"
             )
-        if self.monitored is not None:
-            self.monitored.begin(run)
+        if self.monitored is not None and self.monitored.begin(run):  # another metric than before
+            self._restart()
 
     def on_phase_begin(self, phase: str, facts: Mapping[str, Any]) -> None:
         """Restart a scheduler that waits for improvement: metrics of different phases are not comparable."""
         if self.monitored is not None:
             self.monitored.begin_phase(facts)
-            self.scheduler.best, self.scheduler.num_bad_epochs = self.scheduler.mode_worse, 0
+            self._restart()
+
+    def _restart(self) -> None:
+        self.scheduler.best, self.scheduler.num_bad_epochs = self.scheduler.mode_worse, 0
+
+    def on_step_begin(self, step: int) -> None:
+        """Raise TrainingError for a negative or infinite rate, which torch would use."""
+        for group in self.scheduler.optimizer.param_groups:
+            rate = group["lr"]
+            if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
+                raise TrainingError(
+                    f"LRSchedule: {type(self.scheduler).__name__} gave the learning rate {rate:.4g} for step {step}; "
+                    "it must be finite and at least 0 in every step of the run"
+                )
 
     def on_step_end(self, report: StepReport) -> None:
         """Set the rate of the next step."""
@@ -154,6 +168,7 @@ class LRSchedule(Callback):
         saved = _fitting(held, self.scheduler.state_dict(), "scheduler")
         if self.monitored is not None and state["monitored"] is not None:
             self.monitored.load_state_dict(state["monitored"])
+            saved = {**saved, "mode": self.monitored.mode}
         self.scheduler.load_state_dict(saved)
         if not self._counts:  # timm's keeps the rates in the optimizer alone
             self._set_rates(self.scheduler.get_last_lr())

@@ -16,7 +16,13 @@ logger = logging.getLogger("etude")
 
 _STATE = record_of(
     "Monitored",
-    {"best": float | None, "best_epoch": int | None, "seen": bool, "may_come": NotRequired[bool]},
+    {
+        "best": float | None,
+        "best_epoch": int | None,
+        "seen": bool,
+        "may_come": NotRequired[bool],
+        "metric": NotRequired[list[str]],
+    },
 )
 
 
@@ -41,16 +47,27 @@ class Monitored:
         self.name = DEFAULT_MONITOR if name is None else name
         self.mode, self.min_delta = mode_of(self.name, mode, owner), min_delta
         self._owner = owner
+        self._loaded: list[str] | None = None
+        """The metric and the mode of the values that were loaded."""
         self.reset()
 
-    def begin(self, run: RunInfo) -> None:
-        """Take the metric that the run monitors, unless another one is set; a new run begins without values."""
+    def begin(self, run: RunInfo) -> bool:
+        """Take the metric that the run monitors, unless another one is set; a new run begins without values.
+
+        So does one that is resumed with another metric or mode: the answer is whether there were values of another.
+        """
         if self._is_of_run and run.best is not None:
             self.name, self.mode = run.best.name, run.best.mode
         elif run.is_main and (odd := odd_mode(self.name, self.mode)) is not None:
             logger.warning("%s: %s", self._owner, odd)
-        if run.clock.step == 0:
+        is_other = self._loaded not in (None, self._metric())
+        if run.clock.step == 0 or is_other:
             self.reset()
+        self._loaded = None
+        return is_other
+
+    def _metric(self) -> list[str]:
+        return [min(self.name, OTHER_NAMES.get(self.name, self.name)), self.mode]
 
     def reset(self) -> None:
         """Reset all values."""
@@ -108,14 +125,18 @@ class Monitored:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and its epoch."""
-        return {"best": self.best, "best_epoch": self.best_epoch, "seen": self._seen, "may_come": self._may_come}
+        """Return the best value and its epoch, and of which metric it is."""
+        values = {"best": self.best, "best_epoch": self.best_epoch, "seen": self._seen, "may_come": self._may_come}
+        return {**values, "metric": self._metric()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         check_kind(_STATE, state, "monitored")
         self.best, self.best_epoch, self._seen = state["best"], state["best_epoch"], state["seen"]
-        self._may_come = state.get("may_come", False)  # older checkpoints lack it
+        self._may_come, self._loaded = (
+            state.get("may_come", False),
+            state.get("metric"),
+        )  # older checkpoints lack them
 
     def _improves(self, value: float) -> bool:
         if self.best is None:

@@ -99,7 +99,8 @@ class Plateau(Callback):
     def on_train_begin(self, run: RunInfo) -> None:
         """Start from the full rate in a new run; a resumed one keeps its factor."""
         self._clock, self._is_main = run.clock, run.is_main
-        self.monitored.begin(run)
+        if self.monitored.begin(run):  # another metric than before
+            self.best, self.num_bad = None, 0
         if self._watches_validation and not self._has_validation:
             raise ConfigError(
                 f"plateau monitors '{self.monitored.name}', but there is no validation data; pass some, or set "

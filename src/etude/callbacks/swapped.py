@@ -158,6 +158,10 @@ class OptimizerWeights(SwappedWeights):
                 self._params[name].copy_(one)
             self._raw = {}
 
+    def forget(self) -> None:
+        """Let the optimizer compute the weights of training from its averages, after its beta1 has changed."""
+        self._raw = {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of training; a checkpoint is written while the model holds the others."""
         return {"weights": self._raw} if self._optimizers else {}

@@ -106,7 +106,8 @@ def _check(what: str, value: Any, hint: Any) -> None:
 def _check_bounds(what: str, value: Any, bounds: list[tuple[Callable[[Any, Any], bool], Any, str]]) -> None:
     if bounds and (isinstance(value, str) or not all(holds(value, limit) for holds, limit, _ in bounds)):
         allowed = " and ".join(f"{words} {limit}" for _, limit, words in bounds)
-        raise ConfigError(f"{what} is {value}; it must be {allowed}")
+        kind = "a number " if isinstance(value, str) else ""
+        raise ConfigError(f"{what} is {repr(value) if kind else value}; it must be {kind}{allowed}")
     if bounds and isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{what} is {value}; it must be finite")
 

@@ -112,7 +112,7 @@ def small_optimizer(config: ExperimentConfig, small: "SmallWeights") -> torch.op
     selection = config.selection("optimizer")
 
     def build(params: NamedParams) -> Any:
-        params = NamedParams(params, params.names, small.outer, frozen=params.frozen)
+        params = NamedParams(params, params.names, small.outer)
         return AdamW(params) if selection is None else _build(config, "optimizer", selection, params=params)
 
     return make_optimizer(build, small, config.sections["training"])

@@ -33,6 +33,7 @@ _OF_WRITING = (
     "ema",
     "batch_transform",
 )
+_OF_OPTIMIZER = ("training.learning_rate", "training.weight_decay")
 _EVALUATED = ("model", "loss", "val_loss", "task", "metrics")
 
 
@@ -59,6 +60,7 @@ class PythonRun:
         self.recipe, self.settings = recipe, settings
         self.name = str(self._document.data.get("name") or "run")
         self._allowed = import_class
+        self._has_other_optimizer = any(override.lstrip().startswith(_OF_OPTIMIZER) for override in overrides)
 
     def trainer(self, world: World, progress: bool) -> Trainer:
         """Return the trainer, with the newest intact checkpoint. A single process has the whole model."""
@@ -67,7 +69,11 @@ class PythonRun:
         recorded, given = parts.pop("parallel", {}), self._document.data.get("parallel", {})
         if world.size > 1:
             parts["parallel"] = {**recorded, **given} if isinstance(given, dict) else given
-        return Trainer(output_dir=self.folder.path, resume=True, name=self.name, **parts)
+        changes = self._has_other_optimizer
+        trainer = Trainer(output_dir=self.folder.path, resume=not changes, name=self.name, **parts)
+        if changes:
+            trainer.load_checkpoint(self.folder.path, keep_hyperparameters=True)
+        return trainer
 
     def evaluator(self, split: str, checkpoint: Checkpoint, world: World) -> Trainer:
         """Return a trainer with the weights of a checkpoint, whose validation data is that of the split."""

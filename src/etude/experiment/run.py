@@ -14,6 +14,8 @@ from etude.checkpoint import (
     find_checkpoints,
     newest_intact,
 )
+from etude.checkpoint.contents import CONFIG
+from etude.config.read import read_config
 from etude.core import ConfigError, DataError, RunFolderError
 from etude.core.errors import EtudeError
 from etude.core.monitor import Best
@@ -153,11 +155,24 @@ def _continue(
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
         if path := world.share_text(str(found or "")):
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
+            changed = changed or _has_other_optimizer(Path(path), config)
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
         # a process may also be lost when the run has finished; launchers of different machines count by themselves
         if not world.host_max([int(is_restart())])[0]:
             _refuse_finished(trainer, folder, overrides)
         return _run(trainer, folder)
+
+
+def _has_other_optimizer(checkpoint: Path, config: ExperimentConfig) -> bool:
+    """Whether the config of a checkpoint has other settings of the optimizer: a resume may not have saved since then.
+
+    Settings that only one of the two has are those of another version.
+    """
+    path = checkpoint / CONFIG
+    if not path.is_file():
+        return False
+    saved, own = (flat(one.get("optimizer")) for one in (read_config(path).data, config.to_dict()))
+    return any(saved[key] != own[key] for key in saved.keys() & own.keys())
 
 
 def _check_same(world: World, config: ExperimentConfig) -> None:

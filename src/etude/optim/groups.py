@@ -1,5 +1,6 @@
 """Parameter groups by name: own settings for parameters that match a pattern, layer-wise rates, no decay of vectors."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
@@ -9,6 +10,8 @@ from torch import nn
 
 from etude.core.errors import ConfigError
 from etude.core.spelling import did_you_mean, listed, names_matching
+
+logger = logging.getLogger("etude")
 
 Groups = Sequence[Mapping[str, Any]]
 """Each has `params`, a pattern of names or several, and the settings of the parameters that match."""
@@ -135,6 +138,8 @@ def group_parameters(
                 if not has_decay:
                     made[key]["weight_decay"] = 0.0
             made[key]["params"].append(param)
+    params_here = {names.get(id(param), ""): param for base in bases for param in base["params"]}
+    _check_decay(own, chosen if decay_only_matrices else {}, params_here)
     return [made[key] for key in sorted(made, key=lambda key: (key[0], key[1], -key[2], not key[3]))]
 
 
@@ -174,6 +179,9 @@ def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Ma
     if not isinstance(group, Mapping) or not group.get("params"):
         raise ConfigError(f"{where} needs `params`, a pattern of parameter names such as 'backbone.*'")
     found = {aliases.get(key, key): value for key, value in group.items()}
+    if len(found) < len(group):
+        twice = next(key for key in group if aliases.get(key, key) != key)
+        raise ConfigError(f"{where} has {twice} and {aliases[twice]}, which are the same; keep one of them")
     allowed = None if settings is None else {*settings, "params", "name"}
     for key in found:
         if allowed is not None and key not in allowed:
@@ -189,24 +197,36 @@ def _checked(group: Any, place: int, settings: Iterable[str] | None, aliases: Ma
 def _places(given: NamedParams, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the place of the first group that matches a name.
 
-    Raises ConfigError for a group that has no effect, or has the name of another, whose rate would not be seen.
+    Raises ConfigError for a group that has no effect, or has the name of another, whose rate would not be seen; logs a
+    warning if that is because all its parameters are frozen.
     """
     chosen: dict[str, int] = {}
     for place, group in enumerate(groups):
         where = f"optimizer.groups.{place}.params"
         found = names_matching(group["params"], given.names.values(), where)
-        for others, why in (
-            (given.frozen, "frozen; remove the group, or train them"),
-            (given.frozen | given.elsewhere, "in another optimizer; move the group there"),
-            (chosen.keys(), "in earlier groups; list this group before them, or remove it"),
-        ):
-            if others >= set(found):
-                raise ConfigError(f"{where}: all parameters that match ({listed(found, shorten=True)}) are {why}")
+        matching = f"{where}: all parameters that match ({listed(found, shorten=True)}) are"
+        if given.frozen.issuperset(found):
+            logger.warning("%s frozen, so the group has no effect", matching)
+        elif (given.frozen | given.elsewhere).issuperset(found):
+            raise ConfigError(f"{matching} in another optimizer; move the group there")
+        if chosen.keys() >= set(found):
+            raise ConfigError(f"{matching} in earlier groups; list this group before them, or remove it")
         for name in found:
             chosen.setdefault(name, place)
         if any(group["name"] == other["name"] for other in groups[:place]):
             raise ConfigError(f"optimizer.groups.{place}: two groups are named '{group['name']}'; set another `name`")
     return chosen
+
+
+def _check_decay(groups: Sequence[Mapping[str, Any]], chosen: Mapping[str, int], params: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a group of vectors with a weight decay, which would have none."""
+    for place, group in enumerate(groups):
+        its = [params.get(name) for name, own in chosen.items() if own == place]  # None: of another optimizer
+        if its and group.get("weight_decay") and all(param is not None and param.dim() < 2 for param in its):
+            raise ConfigError(
+                f"optimizer.groups.{place}.weight_decay: all parameters of the group are biases, norms or other "
+                "vectors, which have no weight decay with decay_only_matrices; remove one of the two"
+            )
 
 
 def _layers(names: Iterable[str]) -> dict[str, int]:

@@ -27,11 +27,20 @@ def find(path: str) -> Callable[..., Optimizer]:
     if place not in sys.modules:
         raise ConfigError(f"optimizer '{path}': {place} is not imported; add it to `imports:` (in Python: import it)")
     held = vars(sys.modules[place])
-    known = [key for key, value in held.items() if _is_optimizer(value)]
-    if name not in known:
-        problem = "is not a class that derives from torch.optim.Optimizer" if name in held else "does not exist"
+    found = held[name] if name in held else _late(sys.modules[place], name)
+    if not _is_optimizer(found):
+        known = [key for key, value in held.items() if _is_optimizer(value)]
+        problem = "does not exist" if found is None else "is not a class that derives from torch.optim.Optimizer"
         raise ConfigError(f"optimizer '{path}' {problem}{did_you_mean(name, known)}")
-    return _factory(held[name])
+    return _factory(found)
+
+
+def _late(module: Any, name: str) -> Any:
+    """Return what a module, which is imported, imports only when it is asked for; None if there is no such name."""
+    try:
+        return getattr(module, name, None)
+    except Exception:  # its own code
+        return None
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -52,6 +61,8 @@ def _factory(cls: type[Optimizer]) -> Callable[..., Optimizer]:
         decay_only_matrices: bool = False,
         **given: Any,
     ) -> Optimizer:
+        if decay_only_matrices and "weight_decay" not in taken and not others:
+            raise ConfigError(f"{cls.__name__} has no weight_decay, so decay_only_matrices has no effect; remove it")
         if groups or layer_decay is not None or decay_only_matrices:
             rate = given.get("lr", taken["lr"].default if "lr" in taken else None)
             if not isinstance(rate, (int, float)):

@@ -181,6 +181,7 @@ class Muon(Optimizers):
         matrices, others = (_part(given, hidden, inside=inside) for inside in (True, False))
         if not matrices:
             raise ConfigError("muon: the model has no hidden matrices besides embeddings and its output; use adamw")
+        others.frozen = frozenset()  # of groups that match nothing else only the first optimizer warns
         how = (nesterov, adjust_lr, ns_steps, precision, cautious, normuon)
         made: list[torch.optim.Optimizer] = [MatrixMuon(matrices, lr, weight_decay, momentum, *how, **common)]
         if others:

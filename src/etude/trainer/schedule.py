@@ -49,7 +49,8 @@ class PlannedSchedule:
         known = {name: steps for name, steps in plan.items() if steps is not None}
         if self._made is None or self._made[0] != known:
             component = self._selection.component
-            if total_steps is None and _needs(component.factory, "total_steps"):
+            is_given = self._selection.arguments.get("total_steps") is not None
+            if total_steps is None and not is_given and _needs(component.factory, "total_steps"):
                 raise ConfigError(
                     f"the schedule '{component.name}' needs the length of the run, which the loader does not know; "
                     "set training.max_steps, or pass the Trainer scheduler=…"
@@ -261,5 +262,7 @@ def _beyond(selection: Selection, plan: Mapping[str, int]) -> Iterator[str]:
             said = one.arguments.get(name) or 0
             steps = max(said) if isinstance(said, (list, tuple)) else said
             steps *= plan.get("steps_per_epoch", 1) if in_epochs and name != "total_steps" else 1
-            if total is not None and steps > total:
-                yield f"{path}.{name}: {steps} steps are more than the {total} of the run, so it does not get there"
+            changes = name in ("milestones", "step_size")  # the rates of later steps
+            if total is not None and steps > total - changes:
+                words = "more than" if steps > total else "as many as"
+                yield f"{path}.{name}: {steps} steps are {words} the {total} of the run, so it does not get there"

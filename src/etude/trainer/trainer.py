@@ -296,16 +296,18 @@ class Trainer:
                 stack.enter_context(one.trying(self.state.clock))
             return range_test(*parts, min_lr=min_lr, max_lr=max_lr, steps=steps)
 
-    def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool = False) -> None:
+    def load_checkpoint(self, path: str | Path, *, keep_hyperparameters: bool | None = None) -> None:
         """Restore a checkpoint folder, or the newest intact checkpoint of a run folder; `train` continues from it.
 
-        `keep_hyperparameters` keeps the optimizer's current learning rate, weight decay and so on.
+        `keep_hyperparameters` keeps the optimizer's current learning rate, weight decay and so on. By default they are
+        those of the checkpoint, with a warning if they differ; False does not warn.
         """
         lazy = has_shards([*self.model.parameters()])
         checkpoint = self.output.read(Path(path), self.check_facts, lazy=lazy)
         metrics = checkpoint.metrics  # before anything changes, since they may be malformed
         raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
-        with hyperparameters(self.optimizer, self.callbacks, keep=keep_hyperparameters):
+        keep = keep_hyperparameters if self.machine.world.is_main else bool(keep_hyperparameters)  # warns once
+        with hyperparameters(self.optimizer, self.callbacks, keep=keep):
             self.state.restore(checkpoint)
         self.learning_rate.loaded()
         self.output.loaded(checkpoint.path, metrics)
