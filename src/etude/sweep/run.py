@@ -17,7 +17,7 @@ from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
 from etude.sweep.spec import SPEC, SweepSpec, overrides_of, read_document, validated
 from etude.sweep.trials_file import TrialsFile
-from etude.sweep.watch import MetricMissing, RunningTrial
+from etude.sweep.watch import INTERRUPTED, MetricMissing, RunningTrial
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -32,7 +32,6 @@ MAX_FAILURES = 3
 """Trials that may fail before one succeeds."""
 MAX_KILLS = 3
 """How often a run is started whose process is killed, for example because memory ran out."""
-INTERRUPTED = 130
 Say = Callable[[str], None]
 
 
