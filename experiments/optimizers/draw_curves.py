@@ -90,8 +90,10 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def first_below(result: Mapping[str, Any], loss: float) -> tuple[float, float] | None:
-    """Return the step and the second at which a run reaches a loss, between two validations by a line."""
+    """Return the step and the second at which a run reaches a loss: the first validation, or by a line between two."""
     points = list(zip(result["steps"], result["seconds"], result["losses"], strict=True))
+    if points[0][2] <= loss:
+        return points[0][:2]
     for (step, second, before), (next_step, next_second, after) in pairwise(points):
         if after <= loss < before:
             share = (before - loss) / (before - after)

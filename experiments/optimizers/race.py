@@ -153,11 +153,10 @@ def race(problems: Iterable[str], workers: int, out: Path) -> dict[str, list[dic
             best[key] = one
     final = []
     for (name, optimizer), chosen in best.items():
-        for seed in SEEDS:
-            result = train((name, optimizer, chosen.lr, seed), out)
-            if result is not None:
-                final.append(result)
-        print(table_row(final[-len(SEEDS) :]), flush=True)
+        results = [train((name, optimizer, chosen.lr, seed), out) for seed in SEEDS]
+        mine = [one for one in results if one is not None]
+        print(table_row(mine) if mine else f"| {name} | {optimizer} | {chosen.lr:g} | diverged | – | – |", flush=True)
+        final += mine
     return {"tuning": [asdict(one) for one in tuning], "final": [asdict(one) for one in final]}
 
 
@@ -177,6 +176,7 @@ def table_row(results: Sequence[Result]) -> str:
     accuracies = [one.accuracies[-1] for one in results]
     ms = 1e3 * statistics.median(one.seconds[-1] / one.steps[-1] for one in results)
     spread = f"{statistics.mean(losses):.4f} ({min(losses):.4f} … {max(losses):.4f})"
+    spread += f", {len(losses)} of {len(SEEDS)} seeds" * (len(losses) < len(SEEDS))
     accuracy = f"{100 * statistics.mean(accuracies):.2f} %"
     return f"| {first.problem} | {first.optimizer} | {first.lr:g} | {spread} | {accuracy} | {ms:.2f} |"
 

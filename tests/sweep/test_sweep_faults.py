@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.core import RunFolderError
 from etude.sweep import SweepFolder, run_sweep
 from etude.sweep.folder import _JournalLock
 
@@ -212,6 +213,24 @@ def test_a_sweep_does_not_begin_in_the_folder_of_a_run(etude, points):
     before = sorted(Path("run").iterdir())
     assert "run holds a run" in etude("sweep", points, "optimizer.lr=0.01,0.02", "--dir", "run").error
     assert sorted(Path("run").iterdir()) == before
+
+
+def test_an_experiment_that_is_edited_while_its_sweep_runs_ends_it(points):
+    """Trials of two experiments cannot be compared. With the old text the sweep goes on."""
+    text = points.read_text()
+
+    def say(line):
+        if line.startswith("trial 0"):
+            points.write_text(text.replace("dropout: 0.1", "dropout: 0.2"))
+
+    words = ["optimizer.lr=0.01,0.02,0.03", "training.epochs=1"]
+    with pytest.raises(RunFolderError, match="has changed since the sweep in s began"):
+        run_sweep(points, words, run_dir="s", say=say)
+    assert not Path("s/trial-0001/config.yaml").exists()
+    points.write_text(text)
+    outcome = run_sweep("s")
+    assert [trial.params["optimizer.lr"] for trial in outcome.study.trials] == [0.01, 0.02, 0.03]
+    assert {trial.state.name for trial in outcome.study.trials} == {"COMPLETE"}
 
 
 @pytest.mark.slow

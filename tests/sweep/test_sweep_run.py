@@ -207,6 +207,18 @@ def test_only_a_run_that_trains_is_pruned(tmp_path, status, reported):
     assert one.is_pruned == (tmp_path / "stopped").exists() == (status == "running")
 
 
+@pytest.mark.parametrize(
+    ("code", "words"), [(1, "it broke"), (130, "stopped by a signal"), (-9, "killed by signal 9"), (7, "it broke")]
+)
+def test_the_reason_of_a_failure_is_no_hint_about_ctrl_c(tmp_path, code, words):
+    study = optuna.create_study()
+    one = RunningTrial(study.ask(), [tmp_path], None, 0, "val_loss", "min")
+    one.process = TrialProcess(tmp_path / "output.txt")
+    last = "stopping after this step; press Ctrl-C again to stop at once" if code == 130 else "etude: it broke"
+    (tmp_path / "output.txt").write_text(f"first\n{last}\n")
+    assert one.last_words(code) == words
+
+
 def test_a_metric_of_a_later_phase_is_waited_for(tmp_path):
     run = tmp_path / "run"
     write([{"val_loss": 3.0, "phase": 1.0}], run)

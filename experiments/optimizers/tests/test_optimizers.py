@@ -3,7 +3,9 @@
 import json
 import sys
 import xml.etree.ElementTree as ET
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +53,29 @@ def test_curves_are_read_from_a_run_folder(tmp_path):
     )
     assert draw_curves.first_below(race.asdict(found), 1.5) == (15, 3.75)
     assert draw_curves.first_below(race.asdict(found), 0.5) is None
+    assert draw_curves.first_below(race.asdict(found), 3.0) == (10, 2.5)  # not later than the first validation
+
+
+def test_a_row_has_no_run_of_another_optimizer(monkeypatch, tmp_path, capsys):
+    """Even if a seed, or every one, diverges when it is trained again."""
+    monkeypatch.setattr(race, "ProcessPoolExecutor", lambda *_: nullcontext(SimpleNamespace(map=map)))
+    trained = []
+
+    def train(run, out):
+        trained.append(run)
+        again = trained.count(run) > 1 or run[3] > 0
+        diverges = again and (run[1] == "muon" or (run[1], run[3]) == ("sgd", 2))
+        return None if diverges else race.Result(*run, [1], [1.0 if run[1] == "sgd" else 5.0], [0.0], [1.0])
+
+    monkeypatch.setattr(race, "train", train)
+    assert len(race.race(["lenet5"], 1, tmp_path)["final"]) == 3 + 0 + 3 + 2
+    rows = dict(line.split(" | ")[1::2][:2] for line in capsys.readouterr().out.splitlines())
+    assert rows == {
+        "adamw": "5.0000 (5.0000 … 5.0000)",
+        "muon": "diverged",
+        "schedule_free_adamw": "5.0000 (5.0000 … 5.0000)",
+        "sgd": "1.0000 (1.0000 … 1.0000), 2 of 3 seeds",
+    }
 
 
 def test_the_picture_has_a_line_for_each_optimizer():

@@ -88,10 +88,14 @@ class SweepFolder:
             raise RunFolderError(
                 f"{self.path} holds another sweep ({', '.join(changed)} differ); choose another --dir"
             )
+        self.check_experiment(spec, config)
+
+    def check_experiment(self, spec: SweepSpec, config: str) -> None:
+        """Raise RunFolderError if the experiment was edited: its trials could not be compared any more."""
         if self.experiment_path.read_text(encoding="utf-8") != config:
             raise RunFolderError(
                 f"{spec.experiment} has changed since the sweep in {self.path} began (its config was "
-                f"{self.experiment_path}); choose another --dir"
+                f"{self.experiment_path}); undo the change, or choose another --dir"
             )
 
     def check_study(self, study: "Study", spec: SweepSpec, name: str | None = None) -> None:

@@ -12,11 +12,12 @@ from etude.core.errors import ConfigError, RunFolderError, TrainingError
 from etude.core.files import FolderLock, LockHeld
 from etude.core.monitor import odd_mode
 from etude.launched import is_first
+from etude.monitor.reading import CONFIG
 from etude.sweep.folder import SweepFolder, import_optuna
 from etude.sweep.launch import devices_of, start_run, start_server, wait_for
 from etude.sweep.spec import SPEC, SweepSpec, overrides_of, read_document, validated
 from etude.sweep.trials_file import TrialsFile
-from etude.sweep.watch import MetricMissing, RunningTrial
+from etude.sweep.watch import INTERRUPTED, MetricMissing, RunningTrial
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -31,7 +32,6 @@ MAX_FAILURES = 3
 """Trials that may fail before one succeeds."""
 MAX_KILLS = 3
 """How often a run is started whose process is killed, for example because memory ran out."""
-INTERRUPTED = 130
 Say = Callable[[str], None]
 
 
@@ -228,9 +228,23 @@ class _Sweep:
             return
         one.waits = False
         if not one.is_finished:
+            self._check_experiment(one)
             devices = devices_of(one.slot, self.spec.nproc, self.num_devices)
             overrides = self._overrides(one)
             one.process = start_run(self.spec.experiment, overrides, one.run, nproc=self.spec.nproc, devices=devices)
+
+    def _check_experiment(self, one: RunningTrial) -> None:
+        """Stop the sweep if a new run would read another experiment than earlier ones: its file was edited."""
+        from etude.experiment import load_experiment_config
+
+        if (one.run / CONFIG).exists():  # it is resumed with its own config
+            return
+        try:
+            config = load_experiment_config(self.spec.experiment, overrides=overrides_of(self.spec.overrides))
+            self.folder.check_experiment(self.spec, config.to_yaml())
+        except (ConfigError, RunFolderError):
+            self._stop()
+            raise
 
     def _overrides(self, one: RunningTrial) -> list[str]:
         from etude.sweep.space import values_of

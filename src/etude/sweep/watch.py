@@ -14,6 +14,8 @@ from etude.sweep.launch import TrialProcess
 if TYPE_CHECKING:
     from optuna import Trial
 
+INTERRUPTED = 130
+"""Exit code of a process that was asked to stop."""
 _NOT_METRICS = ("step", "epoch", "split", "time", "nonfinite", "phase")
 
 
@@ -138,7 +140,9 @@ class RunningTrial:
         return ""
 
     def last_words(self, code: int) -> str:
-        """Return the last line that the process of a failed run printed."""
+        """Return the last line that the process of a failed run printed, or how it ended if a signal stopped it."""
+        if code == INTERRUPTED:
+            return "stopped by a signal"
         lines = [] if self.process is None else self.process.printed().split("\n")
         words = next((line for line in reversed(lines) if line.strip()), "")
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
