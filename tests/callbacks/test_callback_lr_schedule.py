@@ -128,6 +128,16 @@ def test_a_scheduler_that_is_shorter_than_the_run_is_named():
         schedule.on_step_end(report())
 
 
+def test_a_rate_that_torch_rounds_to_less_than_0_is_0():
+    one = optimizer()
+    schedule = LRSchedule(lr_scheduler.LinearLR(one, 1 / 3, 0.0, 4), interval="step")
+    for step in range(8):
+        schedule.on_step_begin(step)
+        one.step()
+        schedule.on_step_end(report())
+    assert min(rates(one)) < 0
+
+
 @pytest.mark.parametrize("slope", [-0.5, float("inf")])
 def test_a_rate_that_torch_would_use_to_climb_is_refused(slope):
     """A scheduler may end below 0 where the run is longer than it; a rate after the last step is not used."""

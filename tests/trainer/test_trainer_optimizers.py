@@ -104,6 +104,17 @@ def test_optimizers_that_do_not_fit_the_model_are_refused(make, word):
         Trainer(model, DATA, optimizer=make(model), progress=False)
 
 
+@pytest.mark.parametrize(("freezes", "left"), [(False, ["3.weight", "3.bias"]), (True, [])])
+def test_parameters_that_the_optimizer_lacks_are_one_warning(caplog, freezes, left):
+    model = net()
+    model[3].requires_grad_(not freezes)
+    Trainer(model, DATA, optimizer=SGD(model[:2].parameters(), lr=0.1), config={"epochs": 1}, progress=False).train()
+    said = [record.getMessage() for record in caplog.records if "requires_grad_(False)" in record.getMessage()]
+    assert len(said) == bool(left)
+    assert all(name in said[0] for name in left)
+    assert not any("0.weight" in line for line in said)
+
+
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
     run("several", 1, tmp_path).train()
     with pytest.raises(CheckpointError, match=r"SGD \+ AdamW"):

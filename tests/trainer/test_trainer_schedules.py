@@ -35,6 +35,20 @@ class Rates(Callback):
         self.seen.append(report.lr)
 
 
+class StopAt(Callback):
+    """Stops after a number of steps of the run."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def on_train_begin(self, run):
+        self.clock = run.clock
+
+    def on_step_end(self, report):
+        self.control.stop |= self.clock.step == self.step
+
+
 class Endless:
     """Batches whose number is not known."""
 
@@ -562,3 +576,32 @@ def test_what_a_torch_scheduler_has_changed_is_no_difference(tmp_path, caplog):
         parts = {"optimizer": optimizer, "scheduler": scheduler, "output_dir": tmp_path / "run", "resume": True}
         Trainer(one, data(), config={"batch_size": 8, "epochs": epochs}, progress=False, **parts).train()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("changed", "steps"),
+    [
+        ({"batch_size": 20}, 4 + 1 + 2 * 3),  # 16 samples are left of the epoch
+        ({"batch_size": 4}, 4 + 4 + 2 * 12),
+        ({"grad_accum_steps": 3}, 4 + 1 + 2 * 2),
+        ({"batch_size": {0: 8, 2: 24}}, 4 + 2 + 6 + 2),
+        ({"batch_size": 20, "drop_last": True}, 4 + 0 + 2 * 2),
+    ],
+)
+@pytest.mark.parametrize("stop", [0, 7, 9])
+def test_a_schedule_ends_with_a_run_that_is_resumed_with_other_batches(tmp_path, changed, steps, stop):
+    """Also if it is stopped and resumed again: every part of it counts the steps that were taken."""
+
+    def parts(**config):
+        rates = Rates()
+        settings = {"output_dir": tmp_path, "resume": True, "scheduler": "linear"}
+        one = trainer({"epochs": 3, **config}, rates, **settings)
+        one.train()
+        assert one.total_steps == (steps if changed.items() <= config.items() and "max_steps" not in config else 4)
+        return rates.seen
+
+    parts(max_steps=4)
+    if stop:
+        trainer({"epochs": 3, **changed}, StopAt(stop), output_dir=tmp_path, resume=True, scheduler="linear").train()
+    seen = parts(**changed)
+    assert seen == pytest.approx([0.5 * (1 - step / steps) for step in range(max(4, stop), steps)])

@@ -20,6 +20,10 @@ _STATE = record_of(
 )
 
 
+_ROUNDING = 1e-12
+"""LinearLR to 0 may end this far below 0."""
+
+
 @runtime_checkable
 class CountedScheduler(Protocol):
     """A scheduler that is given the number of epochs and updates, as those of timm are."""
@@ -117,7 +121,7 @@ class LRSchedule(Callback):
         """Raise TrainingError for a negative or infinite rate, which torch would use."""
         for group in self.scheduler.optimizer.param_groups:
             rate = group["lr"]
-            if not isinstance(rate, Tensor) and not 0 <= rate < math.inf:
+            if not isinstance(rate, Tensor) and not -_ROUNDING <= rate < math.inf:
                 raise TrainingError(
                     f"LRSchedule: {type(self.scheduler).__name__} gave the learning rate {rate:.4g} for step {step}; "
                     "it must be finite and at least 0 in every step of the run"

@@ -165,6 +165,18 @@ class DataLoader:
         """Return the number of batches in an epoch."""
         return self._source_of(epoch).num_batches
 
+    def batches_from(self, epoch: int, position: int) -> int | None:
+        """Return the number of batches in an epoch from sample `position` on; None for streams.
+
+        >>> DataLoader(torch.arange(10), batch_size=4).batches_from(epoch=0, position=5)
+        2
+        """
+        source = self._source_of(epoch)
+        if not isinstance(source, SampledBatches):
+            return None
+        left, size = max(0, source.epoch_samples - position), self.batch_size_in(epoch)
+        return left // size if source.sampler.drop_last else -(-left // size)
+
     def resized(self, batch_sizes: Mapping[int, int]) -> Self:
         """Return a loader of the same samples in the same order, whose batches have another size from some epochs on.
 

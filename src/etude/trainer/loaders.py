@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from etude.config import Selection, build_selection
-from etude.core import ConfigError, DataError, Loader
+from etude.core import Clock, ConfigError, DataError, Loader
 from etude.core.by_epoch import ByEpoch
 from etude.data import (
     BatchSampler,
@@ -173,9 +173,9 @@ class Loaders:
         """Optimizer steps of every epoch; None if epochs differ, or if the loader has no length."""
         return steps_per_any_epoch(self._config, self.sources[0])
 
-    def total_steps(self, config: TrainerConfig) -> int | None:
+    def total_steps(self, config: TrainerConfig, clock: Clock | None = None) -> int | None:
         """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set."""
-        return total_steps(config, self.sources[0])
+        return total_steps(config, self.sources[0], clock)
 
     def _named(self, source: Any, name: str, *, training: bool) -> Loader | None:
         if source is None:
@@ -194,14 +194,23 @@ def num_batches(loader: Loader) -> int | None:
         return None
 
 
-def total_steps(config: TrainerConfig, loader: Loader | None) -> int | None:
-    """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set."""
+def total_steps(config: TrainerConfig, loader: Loader | None, clock: Clock | None = None) -> int | None:
+    """Return the optimizer steps of a whole run; None if the loader has no length and max_steps is not set.
+
+    With `clock`, the progress of the run, these are the steps so far, which may have had batches of another size, and
+    those that are left.
+    """
     epochs = config.num_epochs
-    if epochs is None or not isinstance(loader, DataLoader) or loader.batch_sizes is None:
+    if epochs is None or not isinstance(loader, DataLoader):
         return planned_steps(config, None if loader is None else num_batches(loader))
     accumulator = GradientAccumulator(accumulation_steps=config.grad_accum_steps)
-    spans = ByEpoch("batch_size", loader.batch_sizes).spans(range(epochs))
-    steps = sum(accumulator.num_steps(loader.batches_in(span.start), span) for span, _ in spans)
+    steps, start = 0, 0
+    if clock is not None and (batches := loader.batches_from(clock.epoch, clock.position)) is not None:
+        this_epoch = -(-batches // accumulator.steps_at(clock.epoch)) if clock.epoch < epochs else 0
+        steps, start = clock.step + this_epoch, clock.epoch + 1
+    sizes = loader.batch_size if loader.batch_sizes is None else loader.batch_sizes
+    spans = ByEpoch("batch_size", sizes).spans(range(start, max(start, epochs)))
+    steps += sum(accumulator.num_steps(loader.batches_in(span.start), span) for span, _ in spans)
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 

@@ -19,6 +19,7 @@ from etude.config import lookup
 from etude.config.signature import parameters_of
 from etude.core import ConfigError, Task, TrainingError
 from etude.core.deferred import recording_of
+from etude.core.spelling import listed
 from etude.distributed.agreement import check_model
 from etude.distributed.parallel import check_inside, check_whole, wrap_data_parallel
 from etude.distributed.shards import model_param
@@ -94,6 +95,8 @@ def make_step(
         made = make_optimizer(optimizer, model, config, shards)
         if machine.device.type == "cpu" and any(group.get("capturable") for group in made.param_groups):
             raise ConfigError("the optimizer has capturable=True, which a run sets itself on a GPU; remove it")
+        if machine.world.is_main:
+            _warn_of_untrained(made, model)
         task.extend(made)
         wrapped = model
         if machine.world.size > 1:
@@ -202,6 +205,18 @@ def make_optimizer(
     check_optimizer(made, params)
     _check_settings(made, config)
     return made
+
+
+def _warn_of_untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Warn of parameters that require a gradient and are not in the optimizer: a part of the model was forgotten."""
+    held = {id(model_param(param)) for group in optimizer.param_groups for param in group["params"]}
+    left = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in held]
+    if left:
+        logger.warning(
+            "the optimizer does not have %s, so %s not trained; add them, or freeze them with requires_grad_(False)",
+            listed(left, shorten=True),
+            "this parameter is" if len(left) == 1 else f"these {len(left)} parameters are",
+        )
 
 
 def _named_params(

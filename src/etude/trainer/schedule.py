@@ -14,7 +14,7 @@ from etude.config import Document, Selection, build_selection
 from etude.config.schema import select_component
 from etude.config.selection import selections_in
 from etude.config.signature import parameters_of
-from etude.core import ConfigError
+from etude.core import Clock, ConfigError
 from etude.engine.callback import Callback
 from etude.engine.learning_rate import LearningRate
 from etude.optim import Schedule, Schedules
@@ -87,17 +87,17 @@ class RunRate(LearningRate):
         """Whether a schedule sets the rate of every step; a torch scheduler is stepped by a callback."""
         return self._planned is not None or self.schedule is not None
 
-    def follow(self, config: TrainerConfig) -> None:
-        """Set the length of a schedule that is as long as the run."""
+    def follow(self, config: TrainerConfig, clock: Clock | None = None) -> None:
+        """Set the length of a schedule that is as long as the run, whose progress is `clock`."""
         if self._planned is not None:
             loaders = self._loaders
-            schedule = self._planned.for_plan(loaders.total_steps(config), loaders.steps_per_any_epoch)
+            schedule = self._planned.for_plan(loaders.total_steps(config, clock), loaders.steps_per_any_epoch)
             try:
                 self.use(schedule)
             except ConfigError as error:
                 raise ConfigError(f"{self._planned.place}: {error}") from error
 
-    def advise(self, config: TrainerConfig, callbacks: Iterable[Callback] = ()) -> None:
+    def advise(self, config: TrainerConfig, callbacks: Iterable[Callback] = (), clock: Clock | None = None) -> None:
         """Warn, once, of what is no error but hardly intended: a rate of 0, or changes after the end of the run.
 
         So are a falling rate beside an average that replaces it, and the rate of a schedule that there is no longer.
@@ -105,7 +105,7 @@ class RunRate(LearningRate):
         if self._has_advised or self.optimizer is None:
             return
         self._has_advised = True
-        total = self._loaders.total_steps(config)
+        total = self._loaders.total_steps(config, clock)
         for words in (*_idle(self.schedule, total), *_epochs_beyond(config)):
             logger.warning(words)
         if self.schedule is None and not any(isinstance(one, LRSchedule) for one in callbacks):

@@ -224,8 +224,8 @@ class Trainer:
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
         self.callbacks.control.begin()
-        self.learning_rate.follow(self.config)
-        self.learning_rate.advise(self.config, self.callbacks)
+        self.learning_rate.follow(self.config, self.state.clock)
+        self.learning_rate.advise(self.config, self.callbacks, self.state.clock)
         self.output.unload_best(self.model)
         if self._raw is not None:
             load_model_state(self.model, self._raw)
@@ -331,7 +331,7 @@ class Trainer:
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None if the loader has no length and max_steps is not set."""
-        return self.loaders.total_steps(self.config)
+        return self.loaders.total_steps(self.config, self.state.clock)
 
     # ------------------------------------------------------------------------------------------------ internals
 
