@@ -281,7 +281,7 @@ def hyperparameters(
     if _shares_of_averages(optimizer) != before:
         for one in callbacks:
             if isinstance(one, OptimizerWeights):
-                one.forget()
+                one.begin_again()  # the optimizer computes them from its averages
 
 
 def _differences(given: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:

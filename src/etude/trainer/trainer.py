@@ -164,6 +164,7 @@ class Trainer:
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
         """The task of validation and `evaluate`."""
+        self._begin_tasks()
         measure(self.task, metrics, self.config.train_metrics, validates=val_loader is not None)
         if val_loss is not None:
             self.val_task.measure(self.task.measures)
@@ -185,6 +186,7 @@ class Trainer:
             whole_config = with_sizes(whole_config, self.config)
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         check_same(self.machine.world, {**shared_settings(self.config), **self.loaders.sizes()}, SAME)
+        self.loaders.choose_all()
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
@@ -223,6 +225,8 @@ class Trainer:
             raise ConfigError("there is no training data; pass the Trainer a train_loader")
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
+        self._take_back()
+        self.machine.set_process()  # another trainer may have been made since
         self.callbacks.control.begin()
         self.learning_rate.follow(self.config)
         self.learning_rate.advise(self.config, self.callbacks)
@@ -231,6 +235,8 @@ class Trainer:
             load_model_state(self.model, self._raw)
             self._raw = None
         clock = self.state.clock
+        if clock.step == 0:
+            self._begin_tasks()
         accumulated = self.loaders.accumulator.steps_at(clock.epoch)
         recomputable = self.model if self.config.recomputed_blocks is None else None
         with (
@@ -290,6 +296,7 @@ class Trainer:
             )
         if self.machine.layout.sizes.divides_model:
             raise ConfigError("find_lr does not support a model that processes divide; use parallel: ddp for it")
+        self._take_back()
         parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
         with self.machine.training(splits=self.step.splitter.recovers), ExitStack() as stack:
             for one in self.callbacks:
@@ -306,6 +313,7 @@ class Trainer:
         checkpoint = self.output.read(Path(path), self.check_facts, lazy=lazy)
         metrics = checkpoint.metrics  # before anything changes, since they may be malformed
         raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
+        self.callbacks.take_back(self._parts(), begins=True)
         keep = keep_hyperparameters if self.machine.world.is_main else bool(keep_hyperparameters)  # warns once
         with hyperparameters(self.optimizer, self.callbacks, keep=keep):
             self.state.restore(checkpoint)
@@ -323,6 +331,8 @@ class Trainer:
         saver = self.output.saver(self.state, self.config, self.meta, again=True)
         if saver is None:
             raise ConfigError("checkpoints need a run folder; pass the Trainer an output_dir")
+        self._take_back()
+        self.machine.set_process()
         self.output.unload_best(self.model)
         with self.output.held(self.state.clock, self.config):
             path = saver.save(metrics or {})
@@ -334,6 +344,15 @@ class Trainer:
         return self.loaders.total_steps(self.config)
 
     # ------------------------------------------------------------------------------------------------ internals
+
+    def _take_back(self) -> None:
+        """Take back callbacks that have been given to another trainer meanwhile, or refuse to."""
+        self.callbacks.take_back(self._parts(), begins=self.state.clock.step == 0)
+
+    def _begin_tasks(self) -> None:
+        """Forget what an earlier run with the same loss or task, or an evaluation before this one, has decided."""
+        for task in (self.task, self.val_task):
+            task.begin_run()
 
     def _parts(self) -> RunParts:
         rate, (train, validation) = self.learning_rate, self.loaders.sources
