@@ -10,7 +10,7 @@ from torch import nn
 
 from etude import Callback, DataLoader, EarlyStopping, Trainer, TrainingLoop
 from etude.callbacks import EMA, CSVLogger, GradientMonitor, ModelCheckpoint
-from etude.core import ConfigError
+from etude.core import ConfigError, RunFolderError
 from etude.data import StreamLoader, Streams, TensorData
 from etude.losses import ClassificationLoss, LanguageModelingLoss
 from etude.metrics import F1, Precision
@@ -276,3 +276,35 @@ def test_what_is_done_between_an_interruption_and_going_on_changes_nothing(optim
     trainer.train()
     make_trainer(alone, optimizer=optimizer, config={"restore_best": True}).train()
     assert torch.equal(weights(model), weights(alone))
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "replaced"])
+def test_parameters_that_came_after_the_optimizer_are_named(change, caplog):
+    model = make_model()
+    model[2].requires_grad_(False)
+    trainer = make_trainer(model)
+    trainer.train()
+    assert not caplog.text
+    if change == "unfrozen":
+        model[2].requires_grad_(True)
+    else:
+        model[2] = nn.Linear(8, 3)
+    trainer.train(num_epochs=3)
+    assert "2.weight, 2.bias are not trained" in caplog.text
+
+
+def test_parameters_that_the_user_kept_from_the_optimizer_are_not_named(caplog):
+    model = make_model()
+    make_trainer(model, optimizer=torch.optim.SGD(model[2].parameters(), 0.01)).train()
+    assert not caplog.text
+
+
+def test_a_run_whose_folder_was_overwritten_does_not_go_on_there(tmp_path):
+    first = make_trainer(make_model(), output_dir=tmp_path)
+    first.train()
+    first.train(num_epochs=3)
+    make_trainer(make_model(1), output_dir=tmp_path, overwrite=True).train()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunFolderError, match="another run has replaced"):
+        first.train(num_epochs=4)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -243,6 +243,12 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())  # load_state_dict moves the state
 
 
+def left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters that require gradients but that the optimizer lacks."""
+    held = {id(model_param(param)) for group in optimizer.param_groups for param in group["params"]}
+    return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in held]
+
+
 @contextmanager
 def hyperparameters(
     optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], *, keep: bool | None

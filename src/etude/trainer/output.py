@@ -26,7 +26,7 @@ from etude.config import dump_yaml
 from etude.config.selection import plain
 from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
 from etude.core.model import sums_of_bits
-from etude.core.run_layout import folder_name
+from etude.core.run_layout import folder_name, step_of
 from etude.distributed.shards import has_shards, local_of
 from etude.engine.callback import Callback
 from etude.engine.callback_list import CallbackList
@@ -221,6 +221,8 @@ class Output:
     def _take(self, folder: RunFolder, stack: contextlib.ExitStack, clock: Clock, config: TrainerConfig) -> None:
         if not folder.is_held:
             stack.enter_context(folder.lock())
+            if self.saves(config):
+                self._refuse_replaced(folder)
             self._claim(folder, clock.step)
             self._goes_on = True
         # otherwise the file contains more than is known in Python
@@ -250,6 +252,15 @@ class Output:
                     f"{self.path} holds a checkpoint of step {newer}, but training would continue from step {step}; "
                     "load the newest one, or choose another output_dir"
                 )
+
+    def _refuse_replaced(self, folder: RunFolder) -> None:
+        """Raise RunFolderError if the folder has only older checkpoints than the one that training continues from."""
+        mine, found = self._came_from, find_checkpoints(folder.checkpoints_path)
+        if mine is not None and self._holds(mine) and found and max(found) < (step_of(mine.name) or 0):
+            raise RunFolderError(
+                f"{self.path} no longer holds {mine.name}, from which training would continue: another run has "
+                "replaced it; make a Trainer with another output_dir"
+            )
 
     def _described(self, config: TrainerConfig) -> dict[str, Any]:
         """Return the config of the run: the complete one, or what is known of it in Python."""

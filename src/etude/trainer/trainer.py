@@ -53,7 +53,7 @@ from etude.trainer.find_lr import RateSearch, range_test
 from etude.trainer.fit import fit_to_memory, recorded_sizes, with_sizes
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, make_step
+from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, left_out, make_step
 from etude.trainer.output import Folder, Output
 from etude.trainer.recipe import recipe_of
 from etude.trainer.sanity_check import check_validation
@@ -179,6 +179,7 @@ class Trainer:
         uses_all = self.task.uses_all_parameters and all(one.uses_all_parameters for one in own)
         self.step = make_step(model, self.task, optimizer, self.config, self.machine, uses_all_parameters=uses_all)
         self.optimizer = self.step.updater.optimizer
+        self._left_out = left_out(model, self.optimizer)
         self.config, self._fitted = fit_to_memory(self.config, self.step, train_loader, self.machine, model)
         if self._fitted:
             self.machine.resize(self.config.first_batch_size)
@@ -423,6 +424,12 @@ class Trainer:
         found = [odd_mode(judge.name, judge.mode), self.machine.layout.warning()]
         if self.val_task is not self.task and self.loaders.validation is None:
             found.append("there is no validation data, so only `evaluate` uses the validation loss (val_loss)")
+        if late := [name for name in left_out(self.model, self.optimizer) if name not in self._left_out]:
+            more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+            found.append(
+                f"{', '.join(late[:3])}{more} are not trained: they were unfrozen, or put into the model, after the "
+                "optimizer was made; make a new Trainer"
+            )
         return [one for one in found if one is not None and self.machine.world.is_main]
 
     def _info(self) -> RunInfo:
