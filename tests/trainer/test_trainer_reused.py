@@ -308,3 +308,21 @@ def test_a_run_whose_folder_was_overwritten_does_not_go_on_there(tmp_path):
     with pytest.raises(RunFolderError, match="another run has replaced"):
         first.train(num_epochs=4)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_that_is_loaded_after_the_best_weights_is_what_training_continues_from(tmp_path, caplog):
+    opposite = (x, -x[:, :3]), (x, x[:, :3])  # the first epoch is the best
+    config = {"restore_best": True, "epochs": 3}
+    make_trainer(make_model(), *opposite, config=config, output_dir=tmp_path).train()
+    models = make_model(), make_model(1)
+    trainers = [make_trainer(model, *opposite, config=config) for model in models]
+    trainers[0].train()
+    assert trainers[0].output.judge.best.restored
+    watches = []
+    for trainer in trainers:
+        trainer.load_checkpoint(tmp_path / "checkpoints" / "best")
+        watches.append(watch := Weights(trainer.model))
+        trainer.callbacks.append(watch)
+        trainer.train()
+    assert torch.equal(*(watch.seen[0] for watch in watches))
+    assert "have been changed" not in caplog.text

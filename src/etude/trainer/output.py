@@ -296,6 +296,7 @@ class Output:
     def loaded(self, checkpoint: Path, metrics: Mapping[str, float]) -> None:
         """Record that the trainer continues from a checkpoint, and whether it is one of this folder."""
         self.is_resumed, self._came_from, self.metrics = True, checkpoint, dict(metrics)
+        self._last_weights, self.judge.best.restored = None, False  # those of the checkpoint are trained
         if self._holds(checkpoint):
             self._goes_on = True
 
