@@ -40,13 +40,22 @@ _recomputed: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """Without it products of matrices are not deterministic on CUDA."""
+
+
+def _precision_of_products() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # its user has set that of some backends alone
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 _PROCESS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic": (
         torch.get_deterministic_debug_mode,  # 0: off, 1: warns, 2: raises
         lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
     ),
-    "products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "products": (_precision_of_products, torch.set_float32_matmul_precision),
     "benchmark": (lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on)),
 }
 """Settings of the whole process: how to read and to set them."""
