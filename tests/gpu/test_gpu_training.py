@@ -255,3 +255,17 @@ def test_an_optimizer_loaded_before_the_model_is_moved_goes_along(kind):
         Trainer(model, data(128, "cpu"), config=config, optimizer=optimizer, progress=False).train()
         weights.append([param.detach() for param in model.parameters()])
     torch.testing.assert_close(*weights)
+
+
+def test_a_run_in_full_precision_does_not_use_the_fast_products_of_an_earlier_one():
+    seen = []
+
+    class Products(Callback):
+        def on_train_begin(self, run):
+            seen.append(torch.get_float32_matmul_precision())
+
+    torch.set_float32_matmul_precision("highest")
+    configs = [{"epochs": 1, "precision": precision} for precision in ("bf16", "fp32")]
+    for config in configs:
+        Trainer(net(), data(), config=config, callbacks=[Products()], progress=False).train()
+    assert seen == ["high", "highest"]

@@ -1,7 +1,7 @@
 """An exponential moving average of the weights beside the trained ones."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -111,12 +111,23 @@ class EMA(SwappedWeights):
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Put the raw weights back; an average that has not begun is a copy of them, also if they were loaded."""
-        if self.average is None:
+        mine = {id(local_of(param)) for param in unwrap(run.model).parameters()}
+        if self.average is None or not mine.issuperset(map(id, self.average.params)):  # of no model, or of another
             self._begin(run.model, None)
-        self.hold(raw=True)
+        super().on_train_begin(run)
         if self.average is not None and not int(self.average.count):
             with torch.no_grad():
                 torch._foreach_copy_(self.average.average, self.average.params)
+
+    def trained(self) -> Sequence[Tensor]:
+        """Return the parameters that are averaged."""
+        return [] if self.average is None else [*map(local_of, self._named.values())]
+
+    def begin_again(self) -> None:
+        """Begin a new average with the weights that the model holds."""
+        self.is_swapped = False
+        if self.average is not None:
+            self.average.count.zero_()
 
     def hold(self, *, raw: bool) -> None:
         """Swap the averages and the raw weights, unless the model already holds the right ones."""
@@ -137,6 +148,7 @@ class EMA(SwappedWeights):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; the model is restored by itself."""
         check_kind(_STATE, state, "state")
+        self._left = None
         if self.average is None:
             self._loaded = state
             return

@@ -1,7 +1,7 @@
 """Weights that differ in training and in evaluation: a base class that swaps them, and optimizers that have both."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,8 @@ from etude.checkpoint import check_kind, record_of
 from etude.checkpoint.saved_tensor import fill, whole
 from etude.checkpoint.trust import check_tensor
 from etude.core import CheckpointError, Clock, ConfigError
-from etude.core.model import clean_name, unwrap
-from etude.distributed.shards import model_param
+from etude.core.model import clean_name, sums_of_bits, unwrap
+from etude.distributed.shards import local_of, model_param
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.optim.schedule_free import HasModes, with_modes
 
@@ -30,10 +30,20 @@ class SwappedWeights(Callback):
     is_swapped = False
     """Whether the model holds the weights to evaluate."""
     _was_swapped = False
+    _left: list[int] | None = None
+    """What the weights that the last training left in the model have summed to."""
 
     @abstractmethod
     def hold(self, *, raw: bool) -> None:
         """Let the model hold the weights that are trained, or those to evaluate; nothing if it already does."""
+
+    @abstractmethod
+    def trained(self) -> Sequence[Tensor]:
+        """Return the tensors of the model that it changes."""
+
+    @abstractmethod
+    def begin_again(self) -> None:
+        """Train the weights that the model holds; nothing is left of others."""
 
     def swaps(self) -> bool:
         """Return whether the model is given other weights at all."""
@@ -63,7 +73,17 @@ class SwappedWeights(Callback):
             self.hold(raw=not was_swapped)
 
     def on_train_begin(self, run: RunInfo) -> None:
-        """Put the trained weights back, if an earlier training left others in the model."""
+        """Put the trained weights back, if an earlier training left others in the model, and nobody changed them."""
+        if run.clock.step == 0:
+            self.begin_again()
+        elif self._left is not None and sums_of_bits(self.trained()) != self._left:
+            self.begin_again()
+            if run.is_main:
+                self.notify(
+                    f"{self.label()}: the weights have been changed since the last training, so training continues "
+                    "from them, and not from those that it had trained"
+                )
+        self._left = None
         self.hold(raw=True)
 
     def on_validation_begin(self, epoch: int) -> None:
@@ -90,6 +110,7 @@ class SwappedWeights(Callback):
     def on_train_end(self, result: Logs) -> None:
         """Leave the weights to evaluate in the model."""
         self.hold(raw=False)
+        self._left = sums_of_bits(self.trained()) if self.is_swapped else None
 
 
 class OptimizerWeights(SwappedWeights):
@@ -140,6 +161,14 @@ class OptimizerWeights(SwappedWeights):
                 "another norm"
             )
 
+    def trained(self) -> Sequence[Tensor]:
+        """Return the parameters."""
+        return [*map(local_of, self._params.values())]
+
+    def begin_again(self) -> None:
+        """Let the optimizer compute the weights of training from those that the model holds."""
+        self._raw = {}
+
     @torch.no_grad()
     def hold(self, *, raw: bool) -> None:
         """Switch the mode of the optimizer, and keep or restore the weights of training."""
@@ -158,10 +187,6 @@ class OptimizerWeights(SwappedWeights):
                 self._params[name].copy_(one)
             self._raw = {}
 
-    def forget(self) -> None:
-        """Let the optimizer compute the weights of training from its averages, after its beta1 has changed."""
-        self._raw = {}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of training; a checkpoint is written while the model holds the others."""
         return {"weights": self._raw} if self._optimizers else {}
@@ -169,6 +194,7 @@ class OptimizerWeights(SwappedWeights):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; model and optimizer are restored by themselves."""
         check_kind(_STATE, state, "state")
+        self._left = None
         if self._params:  # a loop may be restored before it knows its model
             self._check(state["weights"])
         self._raw = {name: self._copy(name, one) for name, one in state["weights"].items()}

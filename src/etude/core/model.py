@@ -11,7 +11,7 @@ any other object                   model(batch): a dataclass, a graph, a PackedS
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -335,6 +335,20 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor
     gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return gathered
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def sums_of_bits(weights: Iterable[Tensor]) -> list[int]:
+    """Return a number for each tensor that shows whether it has changed. Synchronises with the device.
+
+    Sums of integers are exact in any order: they do not depend on the number of threads.
+    """
+    real = (torch.view_as_real(one) if one.is_complex() else one for one in weights)
+    sums = [one.view(_INTEGERS[one.itemsize]).sum(dtype=torch.int64) for one in real if one.numel()]
+    return [int(one) for one in sums]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

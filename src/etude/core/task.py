@@ -202,6 +202,10 @@ class Task:
     def decide(self, decisions: Mapping[str, Any]) -> None:
         """Replace all decisions by those that `decisions` returned."""
 
+    def begin_run(self) -> None:
+        """Called before the first step of a run that is not resumed: forget what an earlier run has decided."""
+        self.decide({})
+
     def decide_on(self, model: nn.Module, batch: Batch) -> None:
         """Take such decisions on a batch, without any other effect; ranks do so before they compare theirs."""
 

@@ -153,6 +153,10 @@ class Callback(RemembersArguments):
     def __init__(self) -> None:
         self.control = Control()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: it belongs to no run yet."""
+        return {name: value for name, value in vars(self).items() if name != "_siblings"}
+
     def check_installed(self) -> None:
         """Raise ConfigError if a package that it needs is not installed; `etude config check` asks."""
 

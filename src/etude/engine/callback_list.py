@@ -125,6 +125,23 @@ class CallbackList:
                 )
             callback.bind(parts)
 
+    def take_back(self, parts: RunParts, *, begins: bool) -> None:
+        """Bind callbacks that another run has been given meanwhile to this one again, which `begins`.
+
+        Raises ConfigError in the middle of a run: what they remember would be that of the other.
+        """
+        taken = [one for one in self._callbacks if one._siblings is not self]
+        if taken and not begins:
+            name = type(taken[0]).__name__
+            raise ConfigError(
+                f"the callback {name} has been given to another run since this one began, so it remembers the other; "
+                f"give each its own: copy.deepcopy of an unused {name}"
+            )
+        for one in taken:
+            one.control, one._siblings = self.control, self
+        if taken:
+            self.bind(parts)
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Return a function that calls a hook of every callback: `callbacks.on_epoch_end(epoch, logs)`."""
         if name not in HOOKS:

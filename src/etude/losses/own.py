@@ -107,6 +107,7 @@ class ModelLoss(LossStrategy):
         if type(attempts) is not int or not 0 <= attempts < MAX_ATTEMPTS:
             raise CheckpointError(f"attempts: found {attempts!r:.60}, expected 0 … {MAX_ATTEMPTS - 1}")
         self.mean, self._attempts = None if saved is None else Mean(*saved), attempts
+        self._likely = None
 
     def _mean(self, batch: Batch) -> Mean:
         return self.mean or self._likely or Mean(over_labels=has_classes(batch))

@@ -42,6 +42,8 @@ class Measure(Meter):
     """A metric of predictions and labels: what `metrics=` of a `Trainer` accepts, once it has been built."""
 
     name = ""
+    own_name = ""
+    """Its name where none is given to it, once it has been in a list of metrics."""
     _range: LabelRange | None = None
     """The class labels so far, of metrics that have classes."""
 

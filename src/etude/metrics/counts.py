@@ -257,6 +257,10 @@ class ClassCounts(Metric):
         self._settle(state["num_classes"] or None, state["is_settled"])
         super().load_state_dict(state)
 
+    def unsettle(self) -> None:
+        """Forget the number of classes that the data of an earlier run has shown."""
+        self._settle(self._given_classes, self._given_classes is not None or self.num_labels is not None)
+
     def _settle(self, num_classes: int | None, is_settled: bool) -> None:
         if num_classes != self.num_classes:
             self._sums = None

@@ -48,7 +48,7 @@ def _built(metric: Any, path: str, name: str | None) -> list[Measure]:
     if isinstance(metric, (str, Mapping)):
         metric = build_component("metric", metric, path=path)
     if isinstance(metric, Measure):
-        metric.name = metric.name or snake_case(type(metric).__name__)
+        metric.own_name = metric.name = metric.own_name or metric.name or snake_case(type(metric).__name__)
         return [metric]
     if isinstance(metric, type):
         raise ConfigError(f"{path} is the class {metric.__name__}; pass an instance: {metric.__name__}(…)")
@@ -92,6 +92,9 @@ class Together:
         self._may_read = False
         """Whether there are such after a reset, on every rank."""
         self._last = _LastFiles({})
+        for metric in self.metrics.values():
+            if isinstance(metric, ClassCounts):
+                metric.unsettle()
         self.reset()
 
     def update(self, predictions: Any, labels: Any) -> None:

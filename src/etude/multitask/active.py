@@ -60,6 +60,8 @@ class ActiveTasks(Task):
                 )
         self.samples = dict.fromkeys(self.tasks, 0)
         """Number of samples that each task has learned from on this process."""
+        self.in_phase = False
+        """Whether a curriculum has chosen the active tasks."""
         self.version = 0
         """Changes when other tasks, or other variants of them, become active."""
         self._weights: dict[str, float] = {}
@@ -206,6 +208,14 @@ class ActiveTasks(Task):
         """Restore the decisions of the losses."""
         for (task, variant), active in self._variants.items():
             active.strategy.decide(decisions.get(task, {}).get(variant or "", {}))
+
+    def begin_run(self) -> None:
+        """Forget what an earlier run has decided, and the phase in which its curriculum has ended."""
+        super().begin_run()
+        self.samples = dict.fromkeys(self.tasks, 0)
+        if self.in_phase:
+            self.in_phase = False
+            self.activate({name: spec.weight for name, spec in self.tasks.items()})
 
     # --- metrics
 

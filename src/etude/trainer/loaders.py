@@ -21,6 +21,7 @@ from torch.utils.data import (
 from etude.config import Selection, build_selection
 from etude.core import Clock, ConfigError, DataError, Loader
 from etude.core.by_epoch import ByEpoch
+from etude.core.loader import ChoosesStreams
 from etude.data import (
     BatchSampler,
     BatchSource,
@@ -142,6 +143,13 @@ class Loaders:
     def sources(self) -> tuple[Loader | None, Loader | None]:
         """The training and validation loaders, before batches are moved to the device."""
         return _inner(self.train), _inner(self.validation)
+
+    def choose_all(self) -> None:
+        """Read all streams again, whatever the curriculum of an earlier run has left."""
+        sources: tuple[object, ...] = self.sources
+        for source in sources:
+            if isinstance(source, ChoosesStreams):
+                source.choose()
 
     def sizes(self) -> dict[str, int | None]:
         """Return what all ranks must agree on: samples of loaders that are divided here, else training batches."""

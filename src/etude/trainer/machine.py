@@ -1,7 +1,7 @@
 """`Machine`: processes, device, precision, threads and kernels of a run."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -38,6 +38,31 @@ _recomputed: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 """The blocks of models whose activations are recomputed because a config says so."""
 
 
+_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Without it products of matrices are not deterministic on CUDA."""
+
+
+def _precision_of_products() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # its user has set that of some backends alone
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
+_PROCESS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic": (
+        torch.get_deterministic_debug_mode,  # 0: off, 1: warns, 2: raises
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+    ),
+    "products": (_precision_of_products, torch.set_float32_matmul_precision),
+    "benchmark": (lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on)),
+}
+"""Settings of the whole process: how to read and to set them."""
+_set: dict[str, tuple[Any, Any]] = {}
+"""Those that the last machine has set, with their values before and since."""
+
+
 class Machine:
     """The processes of a run, the device of this process, and its precision.
 
@@ -71,12 +96,12 @@ class Machine:
         self.evaluation: CapturedEvaluation | None = None
         """Runs the batches of evaluations, captured as CUDA graphs."""
         self._loss_scale = loss_scale
+        self._process: dict[str, Any] | None = None
+        """Settings of the whole process that its config asks for; None for a machine without one."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig, world: World | None = None) -> Self:
         """Return the machine of a config; set threads and kernels, and join the processes started by torchrun."""
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         machine = cls(
             config.device,
             config.resolved_precision,
@@ -84,11 +109,33 @@ class Machine:
             loss_scale=config.loss_scale,
             batch_size=config.first_batch_size,
         )
+        asked: dict[str, Any] = {} if config.num_threads is None else {"threads": config.num_threads}
         if config.deterministic:
-            make_deterministic()
+            os.environ.setdefault(*_CUBLAS)
+            asked |= {"deterministic": 2, "benchmark": False}
         elif machine.device.type == "cuda" and config.resolved_precision != "fp32":
-            configure_cuda_performance()
+            _enable_attention()
+            asked |= {"products": "high", "benchmark": True}
+        machine._process = asked
+        machine.set_process()
         return machine
+
+    def set_process(self) -> None:
+        """Set what its config says for the whole process, and undo what another config has said.
+
+        What other code has set since stays.
+        """
+        if self._process is None:
+            return
+        for name in [*self._process, *(_set.keys() - self._process.keys())]:
+            read, write = _PROCESS[name]
+            now = read()
+            before, ours = _set.pop(name, (now, now))
+            before = before if now == ours else now
+            if (value := self._process.get(name, before)) != now:
+                write(value)
+            if name in self._process:
+                _set[name] = before, read()
 
     def arrange(self, settings: ParallelConfig, model: nn.Module) -> None:
         """Decide how the processes divide data and model; all of them must call this together."""
@@ -121,7 +168,11 @@ class Machine:
         )
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context in which a CUDA device is the current one: its random generator is the run's."""
+        """Return a context in which a CUDA device is the current one: its random generator is the run's.
+
+        The settings of the process are those of this machine from now on.
+        """
+        self.set_process()
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def place(self, model: nn.Module, config: TrainerConfig) -> None:
@@ -270,13 +321,17 @@ def configure_cuda_performance() -> None:
     # Do not set torch.backends.cuda.matmul.fp32_precision: torch.get_float32_matmul_precision, which other code
     # calls, would then raise. cuDNN convolutions use TF32 by default.
     torch.set_float32_matmul_precision("high")
+    _enable_attention()
+    torch.backends.cudnn.benchmark = True
+
+
+def _enable_attention() -> None:
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
-    torch.backends.cudnn.benchmark = True
 
 
 def make_deterministic() -> None:
     """Use only deterministic kernels; an operation without one raises."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault(*_CUBLAS)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

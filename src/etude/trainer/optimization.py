@@ -258,6 +258,12 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())  # load_state_dict moves the state
 
 
+def left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters that require gradients but that the optimizer lacks."""
+    held = {id(model_param(param)) for group in optimizer.param_groups for param in group["params"]}
+    return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in held]
+
+
 @contextmanager
 def hyperparameters(
     optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], *, keep: bool | None
@@ -296,7 +302,7 @@ def hyperparameters(
     if _shares_of_averages(optimizer) != before:
         for one in callbacks:
             if isinstance(one, OptimizerWeights):
-                one.forget()
+                one.begin_again()  # the optimizer computes them from its averages
 
 
 def _differences(given: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -25,8 +25,9 @@ from etude.checkpoint.trust import errors_of
 from etude.config import dump_yaml
 from etude.config.selection import plain
 from etude.core import CheckpointError, Clock, ConfigError, RunFolderError
-from etude.core.run_layout import folder_name
-from etude.distributed.shards import has_shards
+from etude.core.model import sums_of_bits
+from etude.core.run_layout import folder_name, step_of
+from etude.distributed.shards import has_shards, local_of
 from etude.engine.callback import Callback
 from etude.engine.callback_list import CallbackList
 from etude.engine.state import Saver, TrainState
@@ -81,6 +82,8 @@ class Output:
         """The last metrics of what it continues from: the result if nothing is left to train."""
         self._came_from: Path | None = None
         self._last_weights: dict[str, Tensor] | None = None
+        self._loaded: list[int] = []
+        """What the best weights in the model sum to."""
         self._background = BackgroundWriter()
         self._whole_config = None if whole_config is None else dict(whole_config)
         self._recipe = dict(recipe or {})
@@ -199,18 +202,27 @@ class Output:
             return f"the model keeps its last weights: those of {words} were measured before this process began"
         self._last_weights = copy_of_weights(model)
         load_model_state(model, weights)
+        self._loaded = sums_of_bits(map(local_of, model.parameters()))
         judge.restored = True
         return f"the model has its best weights again: {words}"
 
     def unload_best(self, model: nn.Module) -> None:
-        """Give the model its last weights back, from which training continues."""
+        """Give the model its last weights back, from which training continues, unless it has got others since."""
         if self._last_weights is not None:
-            load_model_state(model, self._last_weights)
+            if sums_of_bits(map(local_of, model.parameters())) == self._loaded:
+                load_model_state(model, self._last_weights)
+            elif self._world.is_main:
+                logger.warning(
+                    "the model's weights have been changed since its best ones were loaded, so training continues "
+                    "from them, and not from the last ones"
+                )
             self._last_weights, self.judge.best.restored = None, False
 
     def _take(self, folder: RunFolder, stack: contextlib.ExitStack, clock: Clock, config: TrainerConfig) -> None:
         if not folder.is_held:
             stack.enter_context(folder.lock())
+            if self.saves(config):
+                self._refuse_replaced(folder)
             self._claim(folder, clock.step)
             self._goes_on = True
         # otherwise the file contains more than is known in Python
@@ -240,6 +252,15 @@ class Output:
                     f"{self.path} holds a checkpoint of step {newer}, but training would continue from step {step}; "
                     "load the newest one, or choose another output_dir"
                 )
+
+    def _refuse_replaced(self, folder: RunFolder) -> None:
+        """Raise RunFolderError if the folder has only older checkpoints than the one that training continues from."""
+        mine, found = self._came_from, find_checkpoints(folder.checkpoints_path)
+        if mine is not None and self._holds(mine) and found and max(found) < (step_of(mine.name) or 0):
+            raise RunFolderError(
+                f"{self.path} no longer holds {mine.name}, from which training would continue: another run has "
+                "replaced it; make a Trainer with another output_dir"
+            )
 
     def _described(self, config: TrainerConfig) -> dict[str, Any]:
         """Return the config of the run: the complete one, or what is known of it in Python."""
@@ -275,6 +296,7 @@ class Output:
     def loaded(self, checkpoint: Path, metrics: Mapping[str, float]) -> None:
         """Record that the trainer continues from a checkpoint, and whether it is one of this folder."""
         self.is_resumed, self._came_from, self.metrics = True, checkpoint, dict(metrics)
+        self._last_weights, self.judge.best.restored = None, False  # those of the checkpoint are trained
         if self._holds(checkpoint):
             self._goes_on = True
 

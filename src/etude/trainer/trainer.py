@@ -53,7 +53,7 @@ from etude.trainer.find_lr import RateSearch, range_test
 from etude.trainer.fit import fit_to_memory, recorded_sizes, with_sizes
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, make_step
+from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, left_out, make_step
 from etude.trainer.output import Folder, Output
 from etude.trainer.recipe import recipe_of
 from etude.trainer.sanity_check import check_validation
@@ -164,6 +164,7 @@ class Trainer:
         self.task = make_task(loss, task, self.config, modalities, of=type(self))
         self.val_task = self.task if val_loss is None else plain_task(val_loss, None)
         """The task of validation and `evaluate`."""
+        self._begin_tasks()
         measure(self.task, metrics, self.config.train_metrics, validates=val_loader is not None)
         if val_loss is not None:
             self.val_task.measure(self.task.measures)
@@ -178,6 +179,7 @@ class Trainer:
         uses_all = self.task.uses_all_parameters and all(one.uses_all_parameters for one in own)
         self.step = make_step(model, self.task, optimizer, self.config, self.machine, uses_all_parameters=uses_all)
         self.optimizer = self.step.updater.optimizer
+        self._left_out = left_out(model, self.optimizer)
         self.config, self._fitted = fit_to_memory(self.config, self.step, train_loader, self.machine, model)
         if self._fitted:
             self.machine.resize(self.config.first_batch_size)
@@ -185,6 +187,7 @@ class Trainer:
             whole_config = with_sizes(whole_config, self.config)
         self.loaders = Loaders(train_loader, val_loader, config=self.config, machine=self.machine, model=model)
         check_same(self.machine.world, {**shared_settings(self.config), **self.loaders.sizes()}, SAME)
+        self.loaders.choose_all()
         self.task.check_loader(self.loaders.sources[0], self.loaders.accumulator.steps_at(0))
         self.compiled = compile_step(self.step, self.config, self.machine, self.loaders)
         self.learning_rate = RunRate(self.optimizer, scheduler, self.config, self.loaders)
@@ -223,6 +226,8 @@ class Trainer:
             raise ConfigError("there is no training data; pass the Trainer a train_loader")
         if num_epochs is not None:
             self.config = self.config.model_copy(update={"epochs": as_epochs(num_epochs)})
+        self._take_back()
+        self.machine.set_process()  # another trainer may have been made since
         self.callbacks.control.begin()
         self.learning_rate.follow(self.config, self.state.clock)
         self.learning_rate.advise(self.config, self.callbacks, self.state.clock)
@@ -231,6 +236,8 @@ class Trainer:
             load_model_state(self.model, self._raw)
             self._raw = None
         clock = self.state.clock
+        if clock.step == 0:
+            self._begin_tasks()
         accumulated = self.loaders.accumulator.steps_at(clock.epoch)
         recomputable = self.model if self.config.recomputed_blocks is None else None
         with (
@@ -290,6 +297,7 @@ class Trainer:
             )
         if self.machine.layout.sizes.divides_model:
             raise ConfigError("find_lr does not support a model that processes divide; use parallel: ddp for it")
+        self._take_back()
         parts = self.state, self.step, self.loaders.train, self.loaders.accumulator
         with self.machine.training(splits=self.step.splitter.recovers), ExitStack() as stack:
             for one in self.callbacks:
@@ -306,6 +314,7 @@ class Trainer:
         checkpoint = self.output.read(Path(path), self.check_facts, lazy=lazy)
         metrics = checkpoint.metrics  # before anything changes, since they may be malformed
         raw = take_averages(checkpoint, self.callbacks.by_key(), warns=self.machine.world.is_main)
+        self.callbacks.take_back(self._parts(), begins=True)
         keep = keep_hyperparameters if self.machine.world.is_main else bool(keep_hyperparameters)  # warns once
         with hyperparameters(self.optimizer, self.callbacks, keep=keep):
             self.state.restore(checkpoint)
@@ -323,6 +332,8 @@ class Trainer:
         saver = self.output.saver(self.state, self.config, self.meta, again=True)
         if saver is None:
             raise ConfigError("checkpoints need a run folder; pass the Trainer an output_dir")
+        self._take_back()
+        self.machine.set_process()
         self.output.unload_best(self.model)
         with self.output.held(self.state.clock, self.config):
             path = saver.save(metrics or {})
@@ -334,6 +345,15 @@ class Trainer:
         return self.loaders.total_steps(self.config, self.state.clock)
 
     # ------------------------------------------------------------------------------------------------ internals
+
+    def _take_back(self) -> None:
+        """Take back callbacks that have been given to another trainer meanwhile, or refuse to."""
+        self.callbacks.take_back(self._parts(), begins=self.state.clock.step == 0)
+
+    def _begin_tasks(self) -> None:
+        """Forget what an earlier run with the same loss or task, or an evaluation before this one, has decided."""
+        for task in (self.task, self.val_task):
+            task.begin_run()
 
     def _parts(self) -> RunParts:
         rate, (train, validation) = self.learning_rate, self.loaders.sources
@@ -404,6 +424,12 @@ class Trainer:
         found = [odd_mode(judge.name, judge.mode), self.machine.layout.warning()]
         if self.val_task is not self.task and self.loaders.validation is None:
             found.append("there is no validation data, so only `evaluate` uses the validation loss (val_loss)")
+        if late := [name for name in left_out(self.model, self.optimizer) if name not in self._left_out]:
+            more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+            found.append(
+                f"{', '.join(late[:3])}{more} are not trained: they were unfrozen, or put into the model, after the "
+                "optimizer was made; make a new Trainer"
+            )
         return [one for one in found if one is not None and self.machine.world.is_main]
 
     def _info(self) -> RunInfo:

@@ -168,6 +168,7 @@ class CurriculumCallback(Callback):
     def _switch(self, phase: Phase, weights: Mapping[str, float], position: int | None = None) -> None:
         """Activate the tasks of a phase, and choose their data."""
         self.task.activate(weights, phase.variants)
+        self.task.in_phase = True
         only = self.task.streams()
         if self._val_loader is not None:
             self._val_loader.choose(only=only)

@@ -149,6 +149,9 @@ class EngineLoop(EpochLoop):
         settings = dict(self.config) | {"log_interval": self.log_interval}
         callbacks.bind(RunParts(epoch.model, step.task, *loaders.sources, rate, has_schedule, step, settings))
         resumed = self._go_to(number)
+        if self.clock.step == 0:
+            for task in (step.task, epoch.validated):
+                task.begin_run()
         self._data.use(loaders.sources[0])
         self.control.begin()
         state = self._state(step.model, rate.optimizer, callbacks, step.task)
@@ -254,6 +257,7 @@ class EngineLoop(EpochLoop):
 
     def _forget(self) -> None:
         self.clock, self.log, self._has_begun = Clock(), StepLog(), False
+        self._modes = OptimizerWeights()
 
 
 class _LoaderState:
