@@ -209,9 +209,7 @@ def make_optimizer(
 
 def _warn_of_untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Warn of parameters that require a gradient and are not in the optimizer: a part of the model was forgotten."""
-    held = {id(model_param(param)) for group in optimizer.param_groups for param in group["params"]}
-    left = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in held]
-    if left:
+    if left := left_out(model, optimizer):
         logger.warning(
             "the optimizer does not have %s, so %s not trained; add them, or freeze them with requires_grad_(False)",
             listed(left, shorten=True),
