@@ -562,3 +562,13 @@ def test_what_a_torch_scheduler_has_changed_is_no_difference(tmp_path, caplog):
         parts = {"optimizer": optimizer, "scheduler": scheduler, "output_dir": tmp_path / "run", "resume": True}
         Trainer(one, data(), config={"batch_size": 8, "epochs": epochs}, progress=False, **parts).train()
     assert not caplog.records
+
+
+def test_a_setting_that_no_torch_scheduler_changes_is_a_difference(tmp_path, caplog):
+    for decay in (0.1, 0.2):
+        optimizer = AdamW((one := model()).parameters(), lr=0.1, weight_decay=decay)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "output_dir": tmp_path / "run", "resume": True}
+        Trainer(one, data(), config={"batch_size": 8, "epochs": 1}, progress=False, **parts).train()
+    (record,) = caplog.records
+    assert "weight_decay 0.1, not 0.2" in record.message
