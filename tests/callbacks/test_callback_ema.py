@@ -172,6 +172,20 @@ def test_a_run_resumed_without_it_trains_on_with_the_raw_weights_and_says_so(val
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_run_resumed_with_another_validate_trains_on_with_the_raw_weights(validate, tmp_path):
+    follow, ema = Follow(), {"decay": 0.9, "validate": validate}
+    run(1, tmp_path, ema=ema, callbacks=[follow]).train()
+    run(2, whole := tmp_path / "whole", ema=ema).train()
+    resumed = run(2, tmp_path, ema={**ema, "validate": not validate}, resume=True)
+    resumed.train()
+    saved, expected = (read_checkpoint(one / "checkpoints" / "last") for one in (tmp_path, whole))
+    average = expected.state["callbacks"]["EMA.0"]["weights"]
+    for name, value in saved.state["callbacks"]["EMA.0"]["weights"].items():  # the weights that the model has not
+        assert torch.equal(value, expected.model_state[name])
+        assert torch.equal(saved.model_state[name], average[name])
+
+
 def test_tied_weights_of_a_run_resumed_without_it(tmp_path):
     def tied(epochs, ema, folder=None):
         torch.manual_seed(0)

@@ -99,6 +99,29 @@ def test_plateau_of_another_metric_begins_again(tmp_path):
     assert life.lr == 1.0
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda o: lr_scheduler.StepLR(o, 3), None),
+        (lambda o: lr_scheduler.StepLR(o, 4, gamma=0.5), "step_size 3, not 4, gamma 0.1, not 0.5"),
+        (lambda o: lr_scheduler.ExponentialLR(o, 0.1), "StepLR"),
+    ],
+)
+def test_a_resume_with_other_settings_says_which_it_keeps(make, words, caplog):
+    earlier = LRSchedule(lr_scheduler.StepLR(optimizer(), 3))
+    LRSchedule(make(optimizer())).load_state_dict(json.loads(json.dumps(earlier.state_dict())))
+    assert [record.message for record in caplog.records if words and words in record.message] or not words
+    assert len(caplog.records) == (words is not None)
+
+
+def test_a_resume_with_another_base_rate_says_that_it_keeps_the_earlier_one(caplog):
+    earlier, other = optimizer(), optimizer()
+    other.param_groups[0]["lr"] = 0.5
+    state = LRSchedule(lr_scheduler.StepLR(earlier, 3)).state_dict()
+    LRSchedule(lr_scheduler.StepLR(other, 3)).load_state_dict(state)
+    assert "base_lrs [1.0, 0.3], not [0.5, 0.3]" in caplog.text
+
+
 def test_rates_held_in_tensors(tmp_path):
     life = Life(tmp_path)
     one = torch.optim.SGD(life.model.parameters(), lr=torch.tensor(1.0))

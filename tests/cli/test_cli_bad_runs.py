@@ -69,6 +69,17 @@ def test_resume_of_a_finished_run_with_more_epochs_and_a_larger_batch(etude, run
     assert (result["epoch"], result["step"]) == (3, 11)
 
 
+def test_a_mistaken_override_of_a_resume_is_not_kept(etude, run):
+    before = (run / "config.yaml").read_bytes()
+    refused = etude("resume", run, "training.epochs=3", "training.batch_transform=cutmix", "-q")
+    assert refused.code == 2
+    assert "CutMix" in refused.err
+    assert "config.yaml" in refused.err
+    assert (run / "config.yaml").read_bytes() == before
+    assert etude("resume", run, "training.epochs=3", "-q").code == 0
+    assert (run / "config.yaml").read_bytes() != before
+
+
 def test_resume_of_a_finished_run_with_a_nearer_end(etude, run):
     assert "is finished" in etude("resume", run, "training.epochs=1").error
     assert "is finished" in etude("resume", run, "training.log_interval=3").error

@@ -100,6 +100,23 @@ def test_a_learning_rate_that_no_checkpoint_has_yet_is_that_of_the_config(etude,
     assert [record["lr"] for record in metrics(run, "epoch")] == [0.01, 0.01, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("override", "warns"),
+    [
+        ("loss.label_smoothing=0.5", True),
+        ("validation_loss={name: cross_entropy, label_smoothing: 0.5}", True),
+        ("validation_loss=cross_entropy", False),
+        ("optimizer.lr=0.5", False),
+    ],
+)
+def test_values_of_another_loss_are_compared_with_a_warning(etude, config, override, warns):
+    assert etude("train", config(loss="cross_entropy"), "--run-dir", "run", "-q").code == 0
+    for epochs, overrides, says in ((3, (override,), warns), (4, (), False)):
+        outcome = etude("resume", "run", f"training.epochs={epochs}", *overrides, "-q")
+        assert outcome.code == 0
+        assert ("val_loss" in outcome.err) == says
+
+
 # ------------------------------------------------------------------------------------------------ evaluate
 
 

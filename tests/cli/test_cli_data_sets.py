@@ -120,3 +120,22 @@ def test_a_mistake_in_a_file_is_one_line(etude):
     assert refused.code == 2
     assert len(refused.err.splitlines()) == 1
     assert "d.csv:3" in refused.err
+
+
+def test_token_files_of_another_tokenizer_are_refused(etude):
+    """With as many tokens: their ids mean something else."""
+    for name in ("one", "other", "copy"):
+        texts = [f"{name} {number}" for number in range(300)]
+        Path(f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        source = "one" if name == "copy" else name
+        made = etude("tokenize", f"{source}.jsonl", "--out", name, "--vocab-size", "261")
+        assert made.code == 0, made.err
+    model = {"name": "causal_transformer_lm", "d_model": 8, "n_heads": 2, "n_layers": 1, "max_len": 16}
+    sections = {"model": model, "data": {"name": "tokens", "root": "one", "length": 16}}
+    training = {"epochs": 1, "batch_size": 64, "device": "cpu"}
+    Path("x.yaml").write_text(yaml.safe_dump({**sections, "training": training}))
+    assert etude("train", "x.yaml", "--run-dir", "run", "-q").code == 0
+    refused = etude("resume", "run", "training.epochs=2", "data.root=other", "-q")
+    assert refused.code == 2
+    assert "tokenizer_fingerprint" in refused.err
+    assert etude("resume", "run", "training.epochs=2", "data.root=copy", "-q").code == 0

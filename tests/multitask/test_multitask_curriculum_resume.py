@@ -140,3 +140,22 @@ def test_a_phase_that_is_gone_from_the_curriculum_is_named(tmp_path):
     other = trainer(tmp_path, curriculum=[Phase("other", 1, ["first"])])
     with pytest.raises(CheckpointError, match=r"in phase 'one', which is not defined \(there are: other\)"):
         other.load_checkpoint(tmp_path)
+
+
+def test_a_rate_that_a_phase_scales_is_not_one_that_a_schedule_has_left_behind(tmp_path, caplog):
+    run(tmp_path, Diary(stop_at=9)).train()  # in phase three, which has an lr_scale
+    resumed = run(tmp_path, Diary())
+    resumed.load_checkpoint(tmp_path)
+    caplog.clear()
+    resumed.train()
+    assert resumed.optimizer.param_groups[0]["initial_lr"] == 0.01
+    assert not [record for record in caplog.records if "earlier schedule" in record.message]
+
+
+def test_another_start_of_a_phase_that_has_begun_has_no_effect_and_says_so(tmp_path):
+    for start in (2, 2, 3):
+        one = trainer(tmp_path, Diary(stop_at=8), curriculum=[Phase("a", 1, ["first"]), Phase("b", start, ["first"])])
+        if (tmp_path / "checkpoints" / "last").exists():
+            one.load_checkpoint(tmp_path)
+        one.train()
+        assert ("'b' has begun already" in (tmp_path / "events.jsonl").read_text()) == (start == 3)

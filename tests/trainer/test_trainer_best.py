@@ -96,6 +96,16 @@ def test_the_best_is_exact_after_a_resume(tmp_path, stop):
     assert result["restored"] is True
 
 
+@pytest.mark.parametrize("settings", [{"monitor": "val_thing", "mode": "max"}, {"mode": "max"}])
+def test_the_best_of_another_metric_is_not_that_of_a_resumed_run(tmp_path, settings):
+    trainer({**SCORES, 2: 50.0}, tmp_path, epochs=1).train()
+    one = trainer(SCORES, tmp_path, **settings)
+    one.train()
+    result = json.loads((tmp_path / "result.json").read_text())
+    value = {"val_thing": 2.0, None: 3.0}[settings.get("monitor")]
+    assert (result["best"]["value"], result["mode"]) == (value, "max")
+
+
 def test_validations_inside_an_epoch_count(tmp_path):
     scores = {one: float(abs(one - 3)) for one in range(9)}
     one = trainer(scores, tmp_path, validate_every_steps=1, restore_best=True)

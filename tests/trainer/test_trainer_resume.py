@@ -300,6 +300,30 @@ def test_another_seed_gives_other_weights(tmp_path):
     assert weights(folder) != weights(straight(tmp_path))
 
 
+@pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH])
+def test_a_run_resumed_with_another_seed_draws_from_it_and_says_so(tmp_path, step, caplog):
+    trainer(tmp_path / "run", callbacks=[StopAt(step)]).train()
+    for name, seed in (("same", 0), ("other", 1), ("again", 1)):
+        folder = shutil.copytree(tmp_path / "run", tmp_path / name, symlinks=True)
+        caplog.clear()
+        resumed = trainer(folder, seed=seed)  # the loader has a seed of its own: only the dropout differs
+        resumed.load_checkpoint(folder)
+        resumed.train()
+        assert ("seed" in caplog.text) == (seed != 0)
+    assert weights(tmp_path / "other") == weights(tmp_path / "again") != weights(tmp_path / "same")
+
+
+def test_a_run_resumed_with_another_loss_scale_begins_with_it(tmp_path):
+    def scale(**config):
+        one = trainer(tmp_path, precision="fp16", **config)
+        one.load_checkpoint(tmp_path)
+        return float(one.machine.precision.scaler.scale)
+
+    trainer(tmp_path, precision="fp16", loss_scale=512.0, callbacks=[StopAt(4)]).train()
+    assert scale(loss_scale=512.0) == 512.0
+    assert scale(loss_scale=8.0) == 8.0
+
+
 def test_resume_twice_and_at_epoch_boundaries(tmp_path):
     reference = straight(tmp_path)
     folder = tmp_path / "twice"

@@ -605,3 +605,13 @@ def test_a_schedule_ends_with_a_run_that_is_resumed_with_other_batches(tmp_path,
         trainer({"epochs": 3, **changed}, StopAt(stop), output_dir=tmp_path, resume=True, scheduler="linear").train()
     seen = parts(**changed)
     assert seen == pytest.approx([0.5 * (1 - step / steps) for step in range(max(4, stop), steps)])
+
+
+def test_a_setting_that_no_torch_scheduler_changes_is_a_difference(tmp_path, caplog):
+    for decay in (0.1, 0.2):
+        optimizer = AdamW((one := model()).parameters(), lr=0.1, weight_decay=decay)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "output_dir": tmp_path / "run", "resume": True}
+        Trainer(one, data(), config={"batch_size": 8, "epochs": 1}, progress=False, **parts).train()
+    (record,) = caplog.records
+    assert "weight_decay 0.1, not 0.2" in record.message

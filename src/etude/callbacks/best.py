@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from annotated_types import Ge
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from etude.checkpoint import check_kind, record_of
 from etude.checkpoint.saved_tensor import copy_of
 from etude.core import Clock, TrainingError
 from etude.core.model import clean_state_dict
-from etude.core.monitor import Best, Measured
+from etude.core.monitor import OTHER_NAMES, Best, Measured
 from etude.core.spelling import suggest
 from etude.engine.callback import Callback, Logs, RunInfo
 
@@ -20,7 +20,15 @@ _MEASURED = record_of(
     "Measured",
     {"value": float, "step": Annotated[int, Ge(0)], "epoch": Annotated[int, Ge(0)], "metrics": dict[str, float]},
 )
-_STATE = record_of("BestMetric", {"last": _MEASURED | None, "best": _MEASURED | None, "may_come": bool})
+_STATE = record_of(
+    "BestMetric",
+    {
+        "last": _MEASURED | None,
+        "best": _MEASURED | None,
+        "may_come": bool,
+        "metric": NotRequired[list[str]],  # older checkpoints lack it
+    },
+)
 
 
 class BestMetric(Callback):
@@ -81,15 +89,22 @@ class BestMetric(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the last and the best value."""
         found = self.best.plain()
-        return {"last": found.get("last"), "best": found.get("best"), "may_come": self._may_come}
+        values = {"last": found.get("last"), "best": found.get("best"), "may_come": self._may_come}
+        return {**values, "metric": self._metric()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
+        """Restore `state_dict`; values of another metric or mode are not comparable, and are dropped."""
         check_kind(_STATE, {"may_come": False, **state}, "state")
         self._may_come = state.get("may_come", False)
+        if state.get("metric", self._metric()) != self._metric():
+            self.best.last = self.best.best = None
+            return
         self.best.last, self.best.best = (
             None if state[name] is None else Measured(**state[name]) for name in ("last", "best")
         )
+
+    def _metric(self) -> list[str]:
+        return [min(self.best.name, OTHER_NAMES.get(self.best.name, self.best.name)), self.best.mode]
 
     def _record(self, epoch: int, logs: Logs, metrics: Logs) -> None:
         found = with_other_names(logs)

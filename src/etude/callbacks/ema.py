@@ -130,8 +130,11 @@ class EMA(SwappedWeights):
             self.average.count.zero_()
 
     def hold(self, *, raw: bool) -> None:
-        """Swap the averages and the raw weights, unless the model already holds the right ones."""
-        if self.average is not None and self.validate and self.is_swapped == raw:
+        """Swap the averages and the raw weights, unless the model already holds the right ones.
+
+        Without `validate` it holds averages only if a checkpoint of a run that validates them has been loaded.
+        """
+        if self.average is not None and (self.validate or raw) and self.is_swapped == raw:
             self.average.swap()
             self.is_swapped = not raw
 

@@ -1,8 +1,10 @@
 """Step a learning-rate scheduler of torch or timm from the hooks of a run."""
 
+import inspect
+import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NotRequired, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -14,9 +16,16 @@ from etude.core import CheckpointError, Clock, ConfigError, StepReport, Training
 from etude.engine.callback import Callback, Logs, RunInfo, RunParts
 from etude.optim.several import everything_in
 
+logger = logging.getLogger("etude")
+
 _STATE = record_of(
     "LRSchedule",
-    {"scheduler": dict[str, Any], "tensors": NotRequired[dict[str, Any]], "monitored": dict[str, Any] | None},
+    {
+        "scheduler": dict[str, Any],
+        "tensors": NotRequired[dict[str, Any]],
+        "monitored": dict[str, Any] | None,
+        "kind": NotRequired[str],  # older checkpoints lack it
+    },
 )
 
 
@@ -163,19 +172,34 @@ class LRSchedule(Callback):
         # Counters with integer keys (milestones) and infinities (best so far) cannot be stored as JSON.
         tensors, structure = pack(self.scheduler.state_dict(), "scheduler")
         held = {name: tensor.clone() for name, tensor in tensors.items()}
-        return {"scheduler": structure, "tensors": held, "monitored": monitored}
+        return {"scheduler": structure, "tensors": held, "monitored": monitored, "kind": self._kind}
+
+    @property
+    def _kind(self) -> str:
+        return type(self.scheduler).__name__
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scheduler, and the rate it had set."""
+        """Restore the scheduler with its settings, and the rate it had set; warn if they were others than now."""
         check_kind(_STATE, state, "state")
         held = unpack(state.get("tensors", {}), state["scheduler"])
-        saved = _fitting(held, self.scheduler.state_dict(), "scheduler")
+        saved = _fitting(held, own := self.scheduler.state_dict(), "scheduler")
         if self.monitored is not None and state["monitored"] is not None:
             self.monitored.load_state_dict(state["monitored"])
             saved = {**saved, "mode": self.monitored.mode}
+        self._warn_of_kept(saved, own, state.get("kind", self._kind))
         self.scheduler.load_state_dict(saved)
         if not self._counts:  # timm's keeps the rates in the optimizer alone
             self._set_rates(self.scheduler.get_last_lr())
+
+    def _warn_of_kept(self, saved: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
+        """Warn if a checkpoint has another scheduler, or other settings, which will replace those of this one."""
+        changed = ", ".join(_changed(type(self.scheduler), saved, own))
+        if kind != self._kind:
+            words = "the checkpoint is that of a run with %s: %s continues from its count of steps and its rates"
+            logger.warning(words, kind, self._kind)
+        elif changed:
+            words = "%s continues with the settings of the checkpoint: %s; to change them, use a function of the step"
+            logger.warning(words, self._kind, changed)
 
     def _set_rates(self, rates: list[float]) -> None:
         for group, lr in zip(self.scheduler.optimizer.param_groups, rates, strict=True):
@@ -183,6 +207,20 @@ class LRSchedule(Callback):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+
+
+def _changed(kind: type, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield "gamma 0.5, not 0.1" for the arguments and base rates that a saved state will replace."""
+    for name in (*inspect.signature(kind).parameters, "base_lrs"):
+        before, now = (_plain(one.get(name)) for one in (saved, own))
+        if name != "last_epoch" and name in saved and before != now:
+            yield f"{name} {before}, not {now}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _fitting(saved: Any, own: Any, place: str) -> Any:

@@ -70,6 +70,7 @@ class MixedPrecision:
             raise ConfigError(f"precision must be one of auto, fp32, bf16, fp16, got {name!r}")
         self.name = name
         self.summands = float(max(summands, 1))
+        self._initial = float(loss_scale)
         self.scaler = LossScaler(device, loss_scale) if name == "fp16" else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = lambda: NOTHING
         """Returns the context in which the forward pass and the loss run."""
@@ -91,8 +92,8 @@ class MixedPrecision:
             self.scaler.update(skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale, if there is one."""
-        return {} if self.scaler is None else self.scaler.state_dict()
+        """Return the loss scale and what it began with, if there is one."""
+        return {} if self.scaler is None else {**self.scaler.state_dict(), "initial": self._initial}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError unless `load_state_dict` accepts this state."""
@@ -104,6 +105,6 @@ class MixedPrecision:
             raise CheckpointError(f"precision: the checkpoint has the invalid loss scale {float(state['scale'])}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the loss scale, if both the run and the checkpoint have one."""
-        if self.scaler is not None and state:
+        """Restore the loss scale, if both the run and the checkpoint have one that began with the same value."""
+        if self.scaler is not None and state and state.get("initial", self._initial) == self._initial:
             self.scaler.load_state_dict(state)

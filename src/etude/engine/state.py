@@ -128,7 +128,16 @@ class TrainState:
         """
         saved = self.world.attempt(lambda: self._checked(checkpoint))
         self.world.attempt(lambda: self._change(checkpoint, saved))
-        if self.world.is_main and len(checkpoint.state["rng"]) != self.world.size:
+        before = checkpoint.state["seed"]
+        if self.world.is_main and before != self.seed:
+            logger.warning(
+                "the checkpoint has seed %d, this run has %d: random numbers (dropout), and the order of data that is "
+                "shuffled by the seed, are others from here on%s",
+                before,
+                self.seed,
+                ", so that some samples of this epoch come twice and others not at all" * bool(self.clock.position),
+            )
+        elif self.world.is_main and len(checkpoint.state["rng"]) != self.world.size:
             logger.warning(
                 "the checkpoint was saved by %s and is resumed by %d: the order of the data is the same, "
                 "random numbers (dropout) are not",
@@ -164,7 +173,7 @@ class TrainState:
         with errors_of(checkpoint.path, "precision"):
             self.precision.check(state["precision"])
         with errors_of(checkpoint.path, "rng"):
-            if len(state["rng"]) != self.world.size:  # these random states cannot be continued
+            if state["seed"] != self.seed or len(state["rng"]) != self.world.size:  # they cannot be continued
                 return None
             saved = _decode(state["rng"][self.world.rank])
             check_rng_state(saved)

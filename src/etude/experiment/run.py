@@ -16,8 +16,9 @@ from etude.checkpoint import (
 )
 from etude.checkpoint.contents import CONFIG
 from etude.config.read import read_config
-from etude.core import ConfigError, DataError, RunFolderError
+from etude.core import ConfigError, DataError, RunFolderError, TrainingError
 from etude.core.errors import EtudeError
+from etude.core.files import write_bytes
 from etude.core.monitor import Best
 from etude.distributed import World, before_joining, launched_command
 from etude.distributed.agreement import check_same
@@ -155,23 +156,51 @@ def _continue(
         found = world.attempt(lambda: _newest_checkpoint(folder), here=world.is_main)
         if path := world.share_text(str(found or "")):
             changed = any(override.lstrip().startswith("optimizer") for override in overrides)
-            changed = changed or _has_other_optimizer(Path(path), config)
+            changed = changed or _has_other(["optimizer"], Path(path), config)
             trainer.load_checkpoint(path, keep_hyperparameters=changed)
+            if world.is_main and _has_other(["validation_loss", "loss"], Path(path), config):
+                logger.warning(
+                    "the loss is another one than that of the checkpoint: the best val_loss, and callbacks that wait "
+                    "for a better one, compare its values with those of the earlier one"
+                )
         # a process may also be lost when the run has finished; launchers of different machines count by themselves
         if not world.host_max([int(is_restart())])[0]:
             _refuse_finished(trainer, folder, overrides)
-        return _run(trainer, folder)
+        with _config_undone(trainer, folder) if overrides else contextlib.nullcontext():
+            return _run(trainer, folder)
 
 
-def _has_other_optimizer(checkpoint: Path, config: ExperimentConfig) -> bool:
-    """Whether the config of a checkpoint has other settings of the optimizer: a resume may not have saved since then.
+@contextlib.contextmanager
+def _config_undone(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
+    """Give the run its config back if overrides are mistaken: if it fails because of them before it has made a step.
 
-    Settings that only one of the two has are those of another version.
+    Otherwise every later resume would fail as well, until somebody finds the values that were there before.
+    """
+    is_main, step = trainer.machine.world.is_main, trainer.state.clock.step
+    before = folder.config_path.read_bytes() if is_main else b""
+    try:
+        yield
+    except (ConfigError, DataError, TrainingError) as error:
+        if trainer.state.clock.step == step:
+            if is_main:
+                write_bytes(folder.config_path, before)
+            error.add_note("config.yaml is as it was before this command")
+        raise
+
+
+def _has_other(sections: Sequence[str], checkpoint: Path, config: ExperimentConfig) -> bool:
+    """Whether the first of these sections that is given has other settings in the config of a checkpoint.
+
+    A resume may not have saved since they were changed. Settings that only one of the two has are those of another
+    version.
     """
     path = checkpoint / CONFIG
     if not path.is_file():
         return False
-    saved, own = (flat(one.get("optimizer")) for one in (read_config(path).data, config.to_dict()))
+    saved, own = (
+        flat(next((one[name] for name in sections if one.get(name)), None))
+        for one in (read_config(path).data, config.to_dict())
+    )
     return any(saved[key] != own[key] for key in saved.keys() & own.keys())
 
 

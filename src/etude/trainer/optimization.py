@@ -4,7 +4,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
@@ -50,6 +50,8 @@ logger = logging.getLogger("etude")
 
 _OF_KERNELS = ("fused", "foreach", "capturable")
 """Arguments of optimizers that are chosen for the device."""
+_OF_STEPPED = ("lr", "momentum", "betas")
+"""Arguments of optimizers that a torch scheduler may change; it has a warning of its own."""
 
 OptimizerLike = (
     torch.optim.Optimizer
@@ -283,11 +285,13 @@ def hyperparameters(
             "such as etude.optim.cosine"
         )
     yield
-    if keep is None and not is_stepped and (changed := _differences(mine, optimizer.param_groups)):
+    moved = _OF_STEPPED if is_stepped else ()
+    if keep is None and (changed := _differences(mine, optimizer.param_groups, moved)):
         logger.warning(
             "training continues with the settings of the checkpoint: %s; to change them, load it with "
-            "load_checkpoint(path, keep_hyperparameters=True)",
+            "load_checkpoint(path, keep_hyperparameters=True)%s",
             ", ".join(changed),
+            " and use a function of the step in place of the torch scheduler" * is_stepped,
         )
     if not keep:
         return
@@ -303,15 +307,17 @@ def hyperparameters(
                 one.begin_again()  # the optimizer computes them from its averages
 
 
-def _differences(given: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return "lr 0.1, not 0.2" for the settings that loading has changed, each once."""
+def _differences(
+    given: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], moved: Collection[str] = ()
+) -> list[str]:
+    """Return "lr 0.1, not 0.2" for the settings that loading has changed, each once, without those `moved`."""
     pairs = [(_base_settings(one, own), _base_settings(own, own)) for own, one in zip(given, loaded, strict=True)]
     return list(
         dict.fromkeys(
             f"{key} {now[key]}, not {before[key]}"
             for now, before in pairs
             for key in before
-            if now[key] != before[key]
+            if now[key] != before[key] and key not in moved
         )
     )
 

@@ -108,7 +108,8 @@ class RunRate(LearningRate):
         total = self._loaders.total_steps(config, clock)
         for words in (*_idle(self.schedule, total), *_epochs_beyond(config)):
             logger.warning(words)
-        if self.schedule is None and not any(isinstance(one, LRSchedule) for one in callbacks):
+        is_set = self.schedule is not None or self.scales  # a curriculum may scale rates without a schedule
+        if not is_set and not any(isinstance(one, LRSchedule) for one in callbacks):
             for words in _left_behind(self.optimizer.param_groups[0]):
                 logger.warning(words)
         if not self.callbacks and not any(

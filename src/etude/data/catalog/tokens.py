@@ -1,5 +1,6 @@
 """The data set `tokens`: token files of a folder, read as blocks, documents or packed documents."""
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -158,7 +159,10 @@ def load_tokens(
     known = token_fields(schema, opened.values(), vocab_size)
     parts: dict[str, Any] = {split: reading.split(file, split) for split, file in opened.items()}
     tokenizer = Path(root).expanduser() / "tokenizer.json"
-    return DataSplits(**parts, tokenizer=tokenizer if tokenizer.is_file() else None, **known)
+    if not tokenizer.is_file():
+        return DataSplits(**parts, **known)
+    facts = {"tokenizer_fingerprint": hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:32]}
+    return DataSplits(**parts, tokenizer=tokenizer, facts=facts, **known)  # with another one, ids mean something else
 
 
 def find_split(root: str, split: str) -> str | None:

@@ -102,6 +102,8 @@ class CurriculumCallback(Callback):
         if not run.resumed:
             self.state, self._measured, self._missed = (), {}, set()
             self._moment = (run.clock.epoch + 1, run.clock.step)
+        for words in self.curriculum.too_late(self.state) if run.is_main else ():
+            self.notify(words)
         self._rehearse()
 
     def on_epoch_begin(self, epoch: int) -> None:

@@ -99,6 +99,19 @@ class Curriculum:
         """Return the phases that may still begin."""
         return self.phases[self._place(state) + 1 :]
 
+    def too_late(self, state: Begun) -> list[str]:
+        """Return a sentence for each phase that has begun at another time than the one that is set now.
+
+        >>> Curriculum([Phase("a", 1, ["x"]), Phase("b", 5, ["x"])]).too_late((PhaseStart("b", 3.0, 40),))
+        ["phase 'b' has begun already, so there is no effect of its start at epoch 5"]
+        """
+        begun = [(self.phases[self._places[entry.phase]], entry) for entry in state]
+        return [
+            f"phase '{phase.name}' has begun already, so there is no effect of its start at {phase.begins.text}"
+            for phase, entry in begun
+            if phase.begins.epoch not in (None, entry.epoch) or phase.begins.step not in (None, entry.step)
+        ]
+
     def next_change(self, step: int, state: Begun) -> int | None:
         """Return the next step after `step` at which the phase or a weight changes by steps alone; None if never.
 
