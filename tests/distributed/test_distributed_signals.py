@@ -37,7 +37,9 @@ def test_stopped_at_any_moment_and_resumed(runs, straight, moment, ranks):
     (step,) = {int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")} - {7} or {7}
     assert step in steps
     assert ended.out[0].startswith(f"stopped at step {step} and saved; ")
-    runs.resume(2, folder, "loss=toy_terms").ok()
+    resumed = runs.resume(2, folder, "loss=toy_terms")
+    assert resumed.codes == [0, 0]
+    assert [line.partition(" than")[0] for line in resumed.said] == ["etude: the loss is another one"]
     assert weights(folder) == weights(straight)
     assert records(folder) == records(straight)
 
