@@ -51,9 +51,10 @@ from etude.trainer.arguments import (
 from etude.trainer.example import keeping_example
 from etude.trainer.find_lr import RateSearch, range_test
 from etude.trainer.fit import fit_to_memory, recorded_sizes, with_sizes
+from etude.trainer.kept_settings import hyperparameters
 from etude.trainer.loaders import Loaders
 from etude.trainer.machine import Machine
-from etude.trainer.optimization import OptimizerLike, compile_step, hyperparameters, left_out, make_step
+from etude.trainer.optimization import OptimizerLike, compile_step, left_out, make_step
 from etude.trainer.output import Folder, Output
 from etude.trainer.recipe import recipe_of
 from etude.trainer.sanity_check import check_validation
